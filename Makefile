@@ -1,0 +1,25 @@
+# Two commands: `make demo` trains three arms on Tiny Shakespeare; `make test` runs the tests. Each sets itself up first.
+PYTHON ?= python3
+VENV := .venv
+
+.PHONY: demo test setup lint clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON=$(PYTHON) bash scripts/setup.sh $(VENV)
+	touch $@
+
+demo: setup
+	$(VENV)/bin/python -m scripts.demo
+
+test: setup
+	$(VENV)/bin/python -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

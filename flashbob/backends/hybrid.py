@@ -1,0 +1,37 @@
+"""Baseline: a fused forward and first backward, and PyTorch's double backward of math attention for the second.
+
+The arrangement that a PyTorch user can reach by hand (the paper's matched hybrid): the attention is recomputed with N×N
+tensors inside the second backward. `torch.func.vjp` does it, since `autograd.grad` cannot run inside an operator.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import math
+from .tiled import backward, forward
+
+__all__ = ["backward", "backward_backward", "forward"]
+
+
+def backward_backward(
+    u_q: Tensor | None,
+    u_k: Tensor | None,
+    u_v: Tensor | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ⟨dq, u_q⟩ + ⟨dk, u_k⟩ + ⟨dv, u_v⟩ with respect to (q, k, v, do), by differentiating math attention."""
+
+    def first_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor):
+        return torch.func.vjp(lambda *qkv: math.attention(*qkv, **options), q, k, v)[1](do)
+
+    cotangents = tuple(torch.zeros_like(x) if u is None else u for u, x in ((u_q, q), (u_k, k), (u_v, v)))
+    return torch.func.vjp(first_backward, q, k, v, do)[1](cotangents)

@@ -1,0 +1,273 @@
+"""Attention's three operators: schema, fake implementation, autograd formula.
+
+    flashbob::forward            (q, k, v)                               -> (o, lse)
+    flashbob::backward           (do, q, k, v, o, lse)                   -> (dq, dk, dv)
+    flashbob::backward_backward  (u_q, u_k, u_v, do, q, k, v, o, lse, dq) -> (gradients of q, k, v, do)
+
+each followed by the same options: key_padding_mask, dropout_seed, scale, is_causal, window_size, dropout_p, backend.
+
+`attention` calls them through autograd twice over. PyTorch has two mechanisms for that and needs both here: under
+`torch.compile` an operator with a registered formula is one opaque node of the graph; in eager mode such an operator
+refuses `torch.func`, which `autograd.Function`s with `setup_context` and `vmap` support. The formulas are the same.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
+
+_NUM_OPTIONS = 7
+_NO_GRADIENTS = (None,) * _NUM_OPTIONS
+_SCHEMA_OPTIONS = (
+    "Tensor? key_padding_mask, Tensor? dropout_seed, float scale, bool is_causal, int? window_size, float dropout_p, "
+    "str backend"
+)
+
+
+def _run(
+    pass_name: str,
+    device_type: str,
+    tensors: tuple[Tensor | None, ...],
+    key_padding_mask: Tensor | None,
+    dropout_seed: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window_size: int | None,
+    dropout_p: float,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    if any(x is not None and _has_tangent(x) for x in tensors):
+        _refuse_forward_mode()
+    module = importlib.import_module(f".backends.{backend}", __package__)
+    # A backward with create_graph=True may run inside the user's autocast region, which must not round our products.
+    with torch.autocast(device_type, enabled=False):
+        return getattr(module, pass_name)(
+            *tensors,
+            scale=scale,
+            is_causal=is_causal,
+            window_size=window_size,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+        )
+
+
+@torch.library.custom_op(
+    "flashbob::forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
+)
+def forward(q, k, v, *options):
+    """O [B, H, N_q, d] like q, and L [B, H, N_q] in fp32 (fp64 for fp64)."""
+    return _run("forward", q.device.type, (q, k, v), *options)
+
+
+@torch.library.custom_op(
+    "flashbob::backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def backward(do, q, k, v, o, lse, *options):
+    """dQ, dK, dV, like q, k, v."""
+    return _run("backward", q.device.type, (do, q, k, v, o, lse), *options)
+
+
+@torch.library.custom_op(
+    "flashbob::backward_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor? u_q, Tensor? u_k, Tensor? u_v, Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"Tensor dq, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def backward_backward(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
+    """Gradients of ⟨dQ, u_q⟩ + ⟨dK, u_k⟩ + ⟨dV, u_v⟩ with respect to q, k, v and do, like them."""
+    return _run("backward_backward", q.device.type, (u_q, u_k, u_v, do, q, k, v, o, lse, dq), *options)
+
+
+@forward.register_fake
+def _(q, k, v, *options):
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@backward.register_fake
+def _(do, q, k, v, o, lse, *options):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@backward_backward.register_fake
+def _(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
+
+
+def _refuse_third_derivative(*_):
+    raise RuntimeError(
+        "sdpa_bob is differentiable twice and a third derivative was asked for; "
+        "flashbob.set_backend('math') differentiates any number of times, with N×N tensors"
+    )
+
+
+def _refuse_forward_mode(*_):
+    raise NotImplementedError(
+        "sdpa_bob has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode, "
+        "or flashbob.set_backend('math')"
+    )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    """Whether x carries a forward-mode tangent, which would be dropped without a word: the derivative would be zero."""
+    try:
+        return unpack_dual(x).tangent is not None
+    except RuntimeError:  # inside an operator PyTorch refuses to unpack a dual tensor, and only a dual one
+        return True
+
+
+# --- eager: autograd.Function --------------------------------------------------------------------------------------
+
+
+def _fold_batch(function: type[Function], info, in_dims, *args):
+    """vmap: the mapped dimension becomes part of the batch, so that one launch serves all of it.
+
+    With dropout every slice is a call of its own: the mask depends on the batch index, and a slice must get the mask
+    that it would get alone.
+    """
+    size = info.batch_size
+    if _options(args)["dropout_p"] > 0.0:
+        slices = [
+            function.apply(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
+            for i in range(size)
+        ]
+        outputs = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    else:
+
+        def fold(x, d):
+            if not isinstance(x, Tensor):
+                return x
+            x = x.unsqueeze(0).expand(size, *x.shape) if d is None else x.movedim(d, 0)
+            return x.flatten(0, 1)
+
+        folded = function.apply(*(fold(x, d) for x, d in zip(args, in_dims, strict=True)))
+        outputs = tuple(y.unflatten(0, (size, -1)) for y in folded)
+    return outputs, (0,) * len(outputs)
+
+
+def _options(args: tuple) -> dict[str, Any]:
+    names = ("key_padding_mask", "dropout_seed", "scale", "is_causal", "window_size", "dropout_p", "backend")
+    return dict(zip(names, args[-_NUM_OPTIONS:], strict=True))
+
+
+def _save(ctx, tensors: tuple, options: tuple) -> None:
+    key_padding_mask, dropout_seed, *ctx.plain_options = options
+    ctx.save_for_backward(*tensors, key_padding_mask, dropout_seed)
+
+
+def _saved(ctx) -> tuple[tuple, tuple]:
+    *tensors, key_padding_mask, dropout_seed = ctx.saved_tensors
+    return tuple(tensors), (key_padding_mask, dropout_seed, *ctx.plain_options)
+
+
+def _setup_forward(ctx, inputs, output):
+    (q, k, v), options = inputs[:3], inputs[3:]
+    o, lse = output
+    _save(ctx, (q, k, v, o, lse), options)
+
+
+def _setup_backward(ctx, inputs, output):
+    tensors, options = inputs[:6], inputs[6:]
+    ctx.set_materialize_grads(False)
+    _save(ctx, (*tensors, output[0]), options)
+
+
+def _setup_backward_backward(ctx, inputs, output):
+    pass
+
+
+class _Forward(Function):
+    @staticmethod
+    def forward(*args):
+        return forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        _setup_forward(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, do, _):
+        tensors, options = _saved(ctx)
+        return *_Backward.apply(do, *tensors, *options), *_NO_GRADIENTS
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _fold_batch(_Forward, info, in_dims, *args)
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+class _Backward(Function):
+    @staticmethod
+    def forward(*args):
+        return backward(*args)
+
+    setup_context = staticmethod(_setup_backward)
+
+    @staticmethod
+    def backward(ctx, u_q, u_k, u_v):
+        tensors, options = _saved(ctx)
+        dq_, dk_, dv_, ddo_ = _BackwardBackward.apply(u_q, u_k, u_v, *tensors, *options)
+        return ddo_, dq_, dk_, dv_, None, None, *_NO_GRADIENTS
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _fold_batch(_Backward, info, in_dims, *args)
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+class _BackwardBackward(Function):
+    @staticmethod
+    def forward(*args):
+        return backward_backward(*args)
+
+    setup_context = staticmethod(_setup_backward_backward)
+    backward = staticmethod(_refuse_third_derivative)
+    jvp = staticmethod(_refuse_forward_mode)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _fold_batch(_BackwardBackward, info, in_dims, *args)
+
+
+# --- torch.compile: formulas registered with the operators -------------------------------------------------------------
+
+
+def _forward_formula(ctx, do, _):
+    tensors, options = _saved(ctx)
+    return *backward(do, *tensors, *options), *_NO_GRADIENTS
+
+
+def _backward_formula(ctx, u_q, u_k, u_v):
+    tensors, options = _saved(ctx)
+    dq_, dk_, dv_, ddo_ = backward_backward(u_q, u_k, u_v, *tensors, *options)
+    return ddo_, dq_, dk_, dv_, None, None, *_NO_GRADIENTS
+
+
+forward.register_autograd(_forward_formula, setup_context=_setup_forward)
+backward.register_autograd(_backward_formula, setup_context=_setup_backward)
+backward_backward.register_autograd(_refuse_third_derivative, setup_context=_setup_backward_backward)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
+    """O of checked arguments, twice differentiable with respect to q, k and v."""
+    if torch.compiler.is_compiling():
+        # While tracing; a tangent that comes later, to the compiled function, is found by the operator.
+        if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
+            _refuse_forward_mode()
+        return forward(q, k, v, *options)[0]
+    return _Forward.apply(q, k, v, *options)[0]
