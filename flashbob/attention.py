@@ -95,7 +95,7 @@ def sdpa_bob(
     Source: FlashBoB (arXiv 2609.24089), sections 3 and 4.
     """
     device_type = q.device.type if isinstance(q, Tensor) else "cpu"
-    if torch.is_autocast_enabled(device_type):
+    if device_type in _DTYPES and torch.is_autocast_enabled(device_type):
         q, k, v = (_autocast(x, device_type) for x in (q, k, v))
     _check_tensors(q, k, v)
     _check_options(q, k, is_causal, scale, window_size, key_padding_mask, dropout_p, dropout_seed)

@@ -19,10 +19,12 @@ def philox_4x32(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words for each counter.
 
-    `counter` and `key` hold integers or int64 tensors with values in [0, 2³²), which broadcast together. Returns int64
-    tensors with values in [0, 2³²), the same on every device.
+    `counter` and `key` hold integers or int64 tensors with values in [0, 2³²), which broadcast together.
+    Returns int64 tensors with values in [0, 2³²), the same on every device.
     """
-    c0, c1, c2, c3 = counter  # integers stay integers until they meet a tensor: no copy to the device, no wait for it
+    c0, c1, c2, c3 = (
+        counter  # integers stay integers until they meet a tensor: no copy to the device, no wait for it
+    )
     k0, k1 = key
     for _ in range(_ROUNDS):
         # An int64 product wraps modulo 2⁶⁴, which keeps all 64 bits of the unsigned product (as integers do).

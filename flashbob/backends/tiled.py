@@ -18,6 +18,7 @@ from ..masking import causal_mask, dropout_keep_mask
 
 # Elements of one score tile over all batches and heads: a tile's temporaries stay in a CPU's cache, and fill a GPU.
 _TILE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+_MIN_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class _Problem:
 
     @property
     def tile(self) -> int:
-        per_head = _TILE_ELEMENTS.get(self.device.type, 2**19) / (self.batch * self.heads)
-        return max(64, 2 ** int(math.log2(max(per_head, 1)) / 2))
+        per_head = _TILE_ELEMENTS[self.device.type] // (self.batch * self.heads)
+        return max(_MIN_TILE, 2 ** (per_head.bit_length() // 2))
 
     def row_blocks(self, start: int = 0, stop: int | None = None) -> Iterator[range]:
         stop = self.num_rows if stop is None else min(stop, self.num_rows)

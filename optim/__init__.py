@@ -1,0 +1,20 @@
+"""Optimizers and the curvature that they need: usable with any model and any loop.
+
+    from optim import HutchinsonEstimator, SophiaH
+
+docs/optimizer.md has an example with a foreign model.
+"""
+
+from .adamw import build_adamw, parameter_groups
+from .hutchinson import HutchinsonEstimator, probe
+from .hvp import hessian_vector_product
+from .sophia import SophiaH
+
+__all__ = [
+    "HutchinsonEstimator",
+    "SophiaH",
+    "build_adamw",
+    "hessian_vector_product",
+    "parameter_groups",
+    "probe",
+]

@@ -1,0 +1,42 @@
+"""AdamW, and the parameter groups that every optimizer here shares."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups: matrices and embeddings (dim >= 2), which decay, then biases and norms, which do not.
+
+    `named_parameters` is what `module.named_parameters()` gives; parameters that do not require a gradient
+    are left out. Either group may be empty. Raises ValueError when there is nothing to train.
+    """
+    trainable = [p for _, p in named_parameters if p.requires_grad]
+    if not trainable:
+        raise ValueError("named_parameters has no parameter that requires a gradient")
+    return [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def build_adamw(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    fused: bool | None = None,
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over `parameter_groups`.
+
+    `fused` picks PyTorch's one-kernel step; None takes it when every parameter is on a CUDA device.
+    """
+    groups = parameter_groups(named_parameters, weight_decay)
+    if fused is None:
+        fused = all(p.is_cuda for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)

@@ -1,0 +1,1 @@
+"""Programs a person runs from the checkout: `python -m scripts.NAME`."""
