@@ -1,0 +1,41 @@
+import pytest
+import torch
+from torch import nn
+
+from optim import build_adamw, parameter_groups
+
+
+@pytest.fixture
+def model():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def test_matrices_decay_and_vectors_do_not(model):
+    decay, no_decay = parameter_groups(model.named_parameters(), 0.1)
+    assert [id(p) for p in decay["params"]] == [id(model[0].weight), id(model[2].weight)]
+    assert [id(p) for p in no_decay["params"]] == [id(model[1].weight), id(model[1].bias)]
+    assert decay["weight_decay"] == 0.1 and no_decay["weight_decay"] == 0.0
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        parameter_groups(nn.Linear(2, 2).requires_grad_(False).named_parameters(), 0.1)
+
+
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_adamw_first_step_against_its_formula(model, fused):
+    """At step 1 the bias-corrected moments are g and g², so θ ← θ (1 − η λ) − η g / (|g| + ε)."""
+    model.double()
+    lr, eps = 0.01, 1e-8
+    optimizer = build_adamw(model.named_parameters(), lr, (0.9, 0.95), eps, 0.1, fused)
+    model(torch.arange(7)).square().sum().backward()
+    expected = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            decay = 0.1 if p.dim() >= 2 else 0.0
+            expected[p] = p.detach() * (1 - lr * decay) - lr * p.grad / (p.grad.abs() + eps)
+    optimizer.step()
+    for p, value in expected.items():
+        torch.testing.assert_close(p.detach(), value, rtol=1e-12, atol=1e-14)  # fp64 rounding

@@ -1,0 +1,1 @@
+"""The training program: `python train.py --help`."""

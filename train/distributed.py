@@ -1,0 +1,150 @@
+"""Ranks: who this process is, how ranks agree, and what asks a run to stop."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# torch is imported where it is used: `environment` and the signals are needed before the configuration is known to be
+# good, and importing torch takes seconds.
+
+T = TypeVar("T")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_received: list[int] = []  # signals that asked to stop, in order
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def environment() -> World:
+    """This process's place, from the variables that torchrun sets; a single process without them."""
+    return World(
+        rank=int(os.environ.get("RANK", 0)),
+        size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+    )
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def catch_stop_signals() -> None:
+    """From now on SIGTERM, SIGUSR1 and a first Ctrl-C are only noted; a second Ctrl-C ends the process at once."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _note)
+
+
+def ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
+    if number == signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def stop_signal() -> int:
+    """The first stop signal that this process received, 0 for none. Ranks agree on it in the trainer."""
+    return _received[0] if _received else 0
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str, world: World) -> "torch.device":
+    """`auto` is the GPU if there is one; `cuda` is the GPU of the local rank."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{world.local_rank}"
+    return torch.device(name)
+
+
+def start(world: World, device: "torch.device") -> None:
+    """Join the process group when there is more than one rank: NCCL on GPUs, gloo on CPUs and for Python objects."""
+    import torch
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+def shutdown() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def from_main(world: World, function: Callable[[], T]) -> T:
+    """`function()` as rank 0 computes it, on every rank; an exception that it raises is raised on every rank."""
+    outcome: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            if world.size == 1:
+                raise
+            outcome[1] = error
+    if world.size > 1:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def gather(world: World, value: T) -> list[T]:
+    """Every rank's `value`, in the order of the ranks, on every rank."""
+    if world.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(world: World, tensor: "Tensor") -> "Tensor":
+    """`tensor` summed over ranks, in place."""
+    if world.size > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def mean_over_ranks(world: World, tensors: "Sequence[Tensor]") -> None:
+    """Average each of `tensors` over ranks, in place, without a copy: all reductions are in flight together."""
+    if world.size == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        if work is not None:
+            work.wait()
+    torch._foreach_div_(list(tensors), world.size)
