@@ -67,7 +67,7 @@ def probe(
             angle = 2.0 * math.pi * angle_uniform
             normals += [(radius * angle.cos()).to(dtype), (radius * angle.sin()).to(dtype)]
         values = torch.stack(normals, dim=-1)
-    return values.flatten()[:numel].view(*shape)
+    return values.flatten()[:numel].view(tuple(shape))
 
 
 class HutchinsonEstimator:

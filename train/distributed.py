@@ -136,6 +136,18 @@ def sum_over_ranks(world: World, tensor: "Tensor") -> "Tensor":
     return tensor
 
 
+def max_over_ranks(world: World, value: int) -> int:
+    """The largest `value` of any rank. Travels between CPUs: no GPU is waited for."""
+    if world.size == 1:
+        return value
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)
+
+
 def mean_over_ranks(world: World, tensors: "Sequence[Tensor]") -> None:
     """Average each of `tensors` over ranks, in place, without a copy: all reductions are in flight together."""
     if world.size == 1:

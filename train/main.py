@@ -44,6 +44,8 @@ def main() -> None:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(_job)()
     except (HydraException, OmegaConfBaseException) as error:
         _report(_hydra_line(error))
+    finally:
+        distributed.shutdown()
     if _reported:
         sys.exit(1)
 
@@ -71,10 +73,11 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     """Errors whose message is for the user; anything else is a defect and keeps its traceback."""
     expected: tuple[type[Exception], ...] = (ConfigError,)
     if "train.trainer" in sys.modules:
+        from data import DataError, TokenizerError
         from train.checkpoint import CheckpointError
         from train.trainer import TrainingStopped
 
-        expected += (CheckpointError, TrainingStopped)
+        expected += (CheckpointError, TrainingStopped, DataError, TokenizerError)
     return expected
 
 

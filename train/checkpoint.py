@@ -1,0 +1,106 @@
+"""Checkpoints: written atomically, rotated, found again, and refused when they are broken or another run's."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8})\.pt")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or continued. The message is one line."""
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}.pt"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, oldest first; unfinished files are not among them."""
+    return sorted(path for path in directory.glob("step-*.pt") if _NAME.fullmatch(path.name))
+
+
+def save(directory: Path, step: int, contents: dict[str, Any], keep: int) -> Path:
+    """Write `contents` as the checkpoint of `step`, then delete all but the `keep` newest.
+
+    The file gets its name only when it is complete and on the disk, so a kill at any moment leaves the earlier
+    checkpoints as they were. Raises CheckpointError if it cannot be written, for want of space for one.
+    """
+    path = checkpoint_path(directory, step)
+    partial = path.with_suffix(".partial")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            torch.save({"format": FORMAT, "step": step, **contents}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        folder = os.open(directory, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path}: the checkpoint could not be written ({_first_line(error)}); earlier checkpoints are as they were"
+        ) from error
+    # Only older ones: a run that was taken back to an earlier checkpoint has overwritten what came later, or will.
+    older = [other for other in list_checkpoints(directory) if other != path]
+    for stale in older[: max(0, len(older) + 1 - keep)]:
+        stale.unlink(missing_ok=True)
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The contents of the checkpoint at `path`, on the CPU. Raises CheckpointError if it is none or damaged."""
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: not a complete checkpoint ({_first_line(error)}); use another one, or delete it"
+        ) from error
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        found = contents.get("format") if isinstance(contents, dict) else type(contents).__name__
+        raise CheckpointError(f"{path}: not a checkpoint of this program (format {found}; {FORMAT} is expected)")
+    return contents
+
+
+def load_latest(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest readable checkpoint in `directory`, or None; and a line for each newer one that is damaged."""
+    warnings = []
+    for path in reversed(list_checkpoints(directory)):
+        try:
+            return load(path), warnings
+        except CheckpointError as error:
+            warnings.append(str(error))
+    if warnings:
+        raise CheckpointError(f"{directory}: no checkpoint in it is complete; the newest: {warnings[0]}")
+    return None, warnings
+
+
+def locate(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest in a run directory or a folder of checkpoints."""
+    path = Path(path).expanduser()
+    if path.is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := list_checkpoints(folder):
+            return found[-1]
+    raise CheckpointError(f"{path}: no checkpoint there; expected a checkpoint, or a run directory that has one")
+
+
+def differing_keys(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """`key: stored → current` for every flat key that differs."""
+    lines = []
+    for key in sorted({*stored, *current}):
+        before, after = (values.get(key, "absent") for values in (stored, current))
+        if before != after:
+            lines.append(f"{key}: {before} → {after}")
+    return lines
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

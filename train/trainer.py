@@ -1,0 +1,434 @@
+"""The loop: batches → gradients → optimizer, with evaluation, checkpoints and metrics. Read it from `Trainer.run`.
+
+A step t counts from 1 and trains on the sequences (t − 1)·G … t·G − 1 of the data's order, G being the global batch. They
+are cut into G / M micro-batches; micro-batch m = a·W + r belongs to rank r of W, in its accumulation round a. So neither
+the batches nor the Hessian's probes, which are keyed by t and m, depend on the number of ranks.
+"""
+
+import fcntl
+import math
+import shutil
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import flashbob
+from data import open_data
+from optim import HutchinsonEstimator, SophiaH, build_adamw, parameter_groups
+from train import checkpoint, distributed, metrics
+from train.config import Config, ConfigError, SophiaConfig, flatten, may_change_on_resume, public_dict
+from train.model import GPT, GPTConfig, attention_function
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on. The message is one line."""
+
+
+class Trainer:
+    """One run of one configuration on this process's rank. `run` trains to the end, or until a signal asks to stop."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.world = distributed.environment()
+        self.device = distributed.choose_device(config.device, self.world)
+        distributed.start(self.world, self.device)
+        assert config.run.dir is not None
+        self.directory = Path(config.run.dir)
+        self.data = open_data(config.data, config.model.block_size, config.seed)
+
+        torch.manual_seed(config.seed)  # the same weights on every rank
+        model_config = GPTConfig(
+            block_size=config.model.block_size,
+            vocab_size=self.data.vocab_size,
+            num_layers=config.model.num_layers,
+            num_heads=config.model.num_heads,
+            embed_dim=config.model.embed_dim,
+            dropout=config.model.dropout,
+            bias=config.model.bias,
+        )
+        dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+        with self.device:
+            self.model = GPT(model_config, attention_function(config.attention.backend)).to(dtype)
+        torch.manual_seed(config.seed + 1 + self.world.rank)  # dropout differs between ranks
+
+        # What an ordinary step runs. A Hessian step differentiates twice, which a compiled module refuses.
+        self.ordinary_model = torch.compile(self.model) if config.train.compile else self.model
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self._build_optimizer()
+        self.estimator = None
+        if isinstance(self.optimizer, SophiaH):
+            assert isinstance(config.optim, SophiaConfig)
+            self.estimator = HutchinsonEstimator(
+                self.optimizer.hessian_parameters, seed=config.seed, distribution=config.optim.probe
+            )
+
+        train = config.train
+        self.rounds = train.global_batch_size // (train.micro_batch_size * self.world.size)
+        self.hessian_rounds = 0
+        if isinstance(config.optim, SophiaConfig):
+            sequences = config.optim.hessian_batch_size or train.global_batch_size
+            self.hessian_rounds = sequences // (train.micro_batch_size * self.world.size)
+        self.tokens_per_step = train.global_batch_size * config.model.block_size
+        self.step = 0  # steps taken
+        self.skipped_in_a_row = 0
+        self.elapsed_before = 0.0  # seconds of earlier processes of this run
+        self._lock: IO[str] | None = None  # on rank 0
+
+    # --- a run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train from the checkpoint that `train.resume` means, or from the start.
+
+        Raises ConfigError, CheckpointError or TrainingStopped, each with one line, alike on every rank.
+        """
+        distributed.from_main(self.world, self._prepare_directory)
+        try:
+            self._run()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+    def _run(self) -> None:
+        self._resume()
+        config, max_steps = self.config, self.config.train.max_steps
+        if self.step >= max_steps:
+            self._say(f"{config.run.name}: already complete, {self.step} steps; nothing to do")
+            return
+        self._say(self._description())
+        recorder = None
+        if self.world.is_main:
+            OmegaConf.save(OmegaConf.create(public_dict(config)), self.directory / "config.yaml")
+            recorder = metrics.Metrics(config, self.directory, first_step=self.step + 1)
+        exit_code = 1
+        try:
+            self._train(recorder)
+            exit_code = 0
+        finally:
+            if recorder is not None:
+                recorder.close(exit_code)
+
+    def _train(self, recorder: metrics.Metrics | None) -> None:
+        train = self.config.train
+        first_step, start = self.step, time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        saved_step = None
+        while self.step < train.max_steps:
+            self.step += 1
+            is_last = self.step == train.max_steps
+            row = self._take_step()
+            if self.step % train.eval_every == 0 or is_last:
+                row["val/loss"] = self.evaluate()
+            elapsed = time.perf_counter() - start
+            row["time/elapsed_s"] = self.elapsed_before + elapsed
+            row["time/eta_s"] = elapsed / (self.step - first_step) * (train.max_steps - self.step)
+            row["memory/peak_gib"] = metrics.peak_memory_gib(self.device)
+            if recorder is not None:
+                recorder.write(row)
+                if self.step % train.log_every == 0 or "val/loss" in row or self.step == first_step + 1:
+                    self._say(metrics.progress_line(row, train.max_steps))
+            if is_last or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
+                self._save(row["time/elapsed_s"])
+                saved_step = self.step
+            if number := self._stop_signal():
+                if saved_step != self.step:
+                    self._save(row["time/elapsed_s"])
+                if not is_last:
+                    self._say(
+                        f"{self.config.run.name}: stopped by signal {number} after step {self.step} with a checkpoint; "
+                        "the same command continues"
+                    )
+                return
+        self._say(f"{self.config.run.name}: complete; {self.directory}")
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def _take_step(self) -> dict[str, Any]:
+        """One optimizer step, or a skipped one. Returns what it measured, ready to be recorded."""
+        start = time.perf_counter()
+        config, optimizer = self.config, self.optimizer
+        lr = self.learning_rate(self.step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        row: dict[str, Any] = {"step": self.step, "tokens": self.step * self.tokens_per_step, "train/lr": lr}
+        is_hessian_step = isinstance(optimizer, SophiaH) and optimizer.hessian_due
+
+        loss, estimate = self._accumulate(row, is_hessian_step)
+        distributed.sum_over_ranks(self.world, loss)
+        loss_value = loss.item() / (self.rounds * self.world.size)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.params, config.optim.grad_clip or math.inf).item()
+
+        # Every rank has the same sums, so all of them come to the same decisions.
+        fault = None
+        if not math.isfinite(loss_value):
+            fault = "train/loss"
+        elif not math.isfinite(grad_norm):
+            fault = "train/grad_norm"
+        if estimate is not None and not HutchinsonEstimator.all_finite(estimate):
+            self._on_nonfinite("the Hessian estimate")
+            row["hessian/skipped"], estimate = True, None
+        if fault:
+            self._on_nonfinite(fault)
+            row["train/nonfinite"] = fault
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise TrainingStopped(f"step {self.step}: {fault} was not finite {MAX_SKIPPED_IN_A_ROW} times in a row")
+        else:
+            self.skipped_in_a_row = 0
+            row |= {"train/loss": loss_value, "train/grad_norm": grad_norm}
+            if isinstance(optimizer, SophiaH) and estimate is not None:
+                optimizer.update_hessian(estimate, check_finite=False)
+            optimizer.step()
+            if isinstance(optimizer, SophiaH):
+                statistics = {name: value.item() for name, value in optimizer.statistics().items()}
+                row |= {
+                    "hessian/clip_fraction": statistics["clip_fraction"],
+                    "hessian/norm": statistics["hessian_norm"],
+                    "hessian/negative_fraction": statistics["negative_hessian_fraction"],
+                    "train/momentum_norm": statistics["momentum_norm"],
+                }
+        optimizer.zero_grad(set_to_none=True)
+
+        self._synchronize()
+        row["time/step_s"] = time.perf_counter() - start
+        row["time/tokens_per_s"] = self.tokens_per_step / row["time/step_s"]
+        if (peak := metrics.peak_flops(self.device)) and not is_hessian_step:
+            flops = self.model.flops_per_token(config.model.block_size) * row["time/tokens_per_s"]
+            row["throughput/mfu"] = flops / (peak * self.world.size)
+        return row
+
+    def _accumulate(self, row: dict[str, Any], is_hessian_step: bool) -> tuple[Tensor, list[Tensor] | None]:
+        """Leave the global batch's mean gradient in `.grad`; returns this rank's sum of losses and, on a Hessian step,
+        the estimate of the Hessian's diagonal. The first rounds give the estimate; how is `optim.hessian_gradient`.
+        """
+        optim = self.config.optim
+        hessian_rounds = self.hessian_rounds if is_hessian_step else 0
+        shared = isinstance(optim, SophiaConfig) and optim.hessian_gradient == "shared"
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        estimate = None
+        self.model.train()
+
+        if hessian_rounds:
+            assert self.estimator is not None
+            self._synchronize()
+            start = time.perf_counter()
+            for round in range(hessian_rounds):
+                _, loss = self._forward(self.model, round)
+                micro_batch = round * self.world.size + self.world.rank
+                gradients = self.estimator.accumulate(loss, step=self.step, micro_batch=micro_batch)
+                if shared:
+                    loss_sum += loss.detach()
+                    self._add_gradients(gradients)
+            estimate = self.estimator.reduce()
+            self._synchronize()
+            row["hessian/event_s"] = time.perf_counter() - start
+
+        for round in range(hessian_rounds if shared else 0, self.rounds):
+            _, loss = self._forward(self.ordinary_model, round)
+            (loss / self.rounds).backward()
+            loss_sum += loss.detach()
+        distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
+        return loss_sum, estimate
+
+    def _forward(self, model: torch.nn.Module, round: int) -> tuple[Tensor, Tensor]:
+        size = self.config.train.micro_batch_size
+        micro_batch = (self.step - 1) * self.rounds * self.world.size + round * self.world.size + self.world.rank
+        tokens, targets = self.data.train_batch(micro_batch * size, size)
+        with self._autocast():
+            return model(tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
+
+    def _add_gradients(self, gradients: list[Tensor]) -> None:
+        assert isinstance(self.optimizer, SophiaH)
+        for p, gradient in zip(self.optimizer.hessian_parameters, gradients):
+            gradient.div_(self.rounds)
+            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+    def _on_nonfinite(self, what: str) -> None:
+        if self.config.optim.on_nonfinite == "stop":
+            raise TrainingStopped(
+                f"step {self.step}: {what} is not finite; the weights are those of step {self.step - 1}. Lower optim.lr, or "
+                "go on past such steps with optim.on_nonfinite=skip"
+            )
+        self._say(f"step {self.step}: {what} is not finite; skipped")
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of step `step`, from 1: linear over warmup_steps, then a cosine that ends in min_lr at decay_steps."""
+        optim = self.config.optim
+        min_lr = 0.1 * optim.lr if optim.min_lr is None else optim.min_lr
+        if step <= optim.warmup_steps:
+            return optim.lr * step / optim.warmup_steps
+        decay_steps = optim.decay_steps or self.config.train.max_steps
+        if step >= decay_steps:
+            return min_lr
+        progress = (step - optim.warmup_steps) / (decay_steps - optim.warmup_steps)
+        return min_lr + 0.5 * (optim.lr - min_lr) * (1.0 + math.cos(math.pi * progress))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the fixed validation batches, which the ranks share out. The same on every rank."""
+        train = self.config.train
+        batch_size = train.eval_batch_size or train.micro_batch_size
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of sequences
+        self.model.eval()
+        for index, (tokens, targets) in enumerate(self.data.validation_batches(batch_size, train.eval_batches)):
+            if index % self.world.size == self.world.rank:
+                with self._autocast():
+                    _, loss = self.model(tokens.to(self.device), targets.to(self.device))
+                total += torch.stack([loss.double() * len(tokens), total.new_tensor(len(tokens))])
+        distributed.sum_over_ranks(self.world, total)
+        return (total[0] / total[1]).item()
+
+    # --- what a run consists of ----------------------------------------------------------------------------------
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optim, named_parameters = self.config.optim, self.model.named_parameters()
+        if not isinstance(optim, SophiaConfig):
+            return build_adamw(named_parameters, optim.lr, optim.betas, optim.eps, optim.weight_decay)
+        return SophiaH(
+            parameter_groups(named_parameters, optim.weight_decay),
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            gamma=optim.gamma,
+            weight_decay=optim.weight_decay,
+            hessian_interval=optim.hessian_interval,
+        )
+
+    def _autocast(self) -> AbstractContextManager:
+        if self.config.train.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _stop_signal(self) -> int:
+        """A signal that reached any rank since the start, on every rank; 0 for none."""
+        return distributed.max_over_ranks(self.world, distributed.stop_signal())
+
+    def _say(self, line: str) -> None:
+        if self.world.is_main:
+            print(line, flush=True)
+
+    def _description(self) -> str:
+        config = self.config
+        attention = "PyTorch's fused attention"
+        if config.attention.backend != "sdpa":
+            attention = f"flashbob {flashbob.resolve_backend(self.device)}"
+        return (
+            f"{config.run.name}: {config.optim.name}, {config.model.name} with {self.model.num_parameters() / 1e6:.1f} M "
+            f"parameters, attention: {attention}, {config.train.precision} on {self.world.size} × {self.device.type}, "
+            f"{self.tokens_per_step:,} tokens a step; "
+            + (f"continues after step {self.step}" if self.step else f"{config.train.max_steps} steps")
+        )
+
+    # --- the run directory and checkpoints -----------------------------------------------------------------------
+
+    def _prepare_directory(self) -> None:
+        """Make the run directory, and make sure that this process is alone in it and that a checkpoint fits."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = (self.directory / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"run.dir={self.directory}: cannot be written to ({error.strerror})") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the system when the process ends, however
+        except OSError:
+            raise ConfigError(f"run.dir={self.directory}: another process is training in it") from None
+        self._lock = lock
+        if self.config.train.resume == "never" and checkpoint.list_checkpoints(self.directory / "checkpoints"):
+            raise ConfigError(
+                f"train.resume=never, and {self.directory} has checkpoints that would be lost; choose another run.name, "
+                "delete the folder, or continue with train.resume=auto"
+            )
+        states = 3  # weights, and the optimizer's two
+        needed = states * sum(p.numel() * p.element_size() for p in self.params)
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise ConfigError(
+                f"run.dir={self.directory}: {free / 2**30:.1f} GiB are free there, and a checkpoint takes "
+                f"{needed / 2**30:.1f} GiB"
+            )
+
+    def _save(self, elapsed: float) -> None:
+        random_states = distributed.gather(self.world, _random_states(self.device))
+
+        def write() -> None:
+            checkpoint.save(
+                self.directory / "checkpoints",
+                self.step,
+                {
+                    "config": public_dict(self.config),
+                    "vocab_size": self.data.vocab_size,
+                    "model": self.model.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "next_sequence": self.step * self.config.train.global_batch_size,
+                    "elapsed_s": elapsed,
+                    "skipped_in_a_row": self.skipped_in_a_row,
+                    "random_states": random_states,
+                },
+                keep=self.config.train.keep_checkpoints,
+            )
+
+        distributed.from_main(self.world, write)
+
+    def _resume(self) -> None:
+        resume = self.config.train.resume
+        if resume == "never":
+            return
+        if resume == "auto":
+            contents, warnings = checkpoint.load_latest(self.directory / "checkpoints")
+            for line in warnings:
+                self._say(f"warning: {line}; going back to an earlier one")
+            if contents is None:
+                return
+        else:
+            contents = checkpoint.load(checkpoint.locate(resume))
+        self._restore(contents)
+
+    def _restore(self, contents: dict[str, Any]) -> None:
+        stored, current = (flatten(x) for x in (contents["config"], public_dict(self.config)))
+        differing = [
+            line
+            for line in checkpoint.differing_keys(stored, current)
+            if not may_change_on_resume(line.partition(":")[0])
+        ]
+        if differing:
+            raise ConfigError(
+                f"the checkpoint after step {contents['step']} has another configuration: {'; '.join(differing)}. "
+                "Change it back, or choose another run.name"
+            )
+        self.model.load_state_dict(contents["model"])
+        self.optimizer.load_state_dict(contents["optimizer"])
+        self.step = contents["step"]
+        self.elapsed_before = contents["elapsed_s"]
+        self.skipped_in_a_row = contents["skipped_in_a_row"]
+        states = contents["random_states"]
+        if len(states) == self.world.size:
+            _set_random_states(states[self.world.rank], self.device)
+        elif self.config.model.dropout:
+            raise ConfigError(
+                f"the checkpoint after step {self.step} is of {len(states)} ranks and this run has {self.world.size}: with "
+                f"model.dropout={self.config.model.dropout:g} it would not go on as it would have; start {len(states)} ranks"
+            )
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
