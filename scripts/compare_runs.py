@@ -110,7 +110,8 @@ def plot_losses(runs: list[Run], path: Path) -> None:
 def write_page(runs: list[Run], picture: Path, path: Path, sample: str | None = None) -> None:
     head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in COLUMNS)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(run.summary())) + "</tr>" for run in runs
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(run.summary())) + "</tr>"
+        for run in runs
     )
     image = base64.b64encode(picture.read_bytes()).decode()
     text = "" if sample is None else f"<h2>Sampled text</h2><pre>{html.escape(sample)}</pre>"
@@ -149,7 +150,9 @@ def compare(directories: list[Path], out: Path, sample: str | None = None) -> Pa
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--out", type=Path, default=Path("runs/comparison"), help="default: %(default)s")
     arguments = parser.parse_args()

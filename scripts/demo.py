@@ -25,7 +25,16 @@ def main(overrides: list[str]) -> None:
         print(f"\n=== {arm} ===", flush=True)
         train = [sys.executable, "train.py", "preset=demo", f"arm={arm}", f"run.dir={directory}", *overrides]
         subprocess.run(train, cwd=ROOT, check=True)
-    sampling = [sys.executable, "-m", "train.sample", str(directories[-1]), "--prompt", "ROMEO:", "--tokens", "300"]
+    sampling = [
+        sys.executable,
+        "-m",
+        "train.sample",
+        str(directories[-1]),
+        "--prompt",
+        "ROMEO:",
+        "--tokens",
+        "300",
+    ]
     sample = subprocess.run(sampling, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     print("\n=== text from sophia-flashbob ===\n" + sample, flush=True)
     page = compare(directories, out / "report", sample)
@@ -39,4 +48,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except subprocess.CalledProcessError as error:
-        sys.exit(f"demo: `{' '.join(map(str, error.cmd))}` failed with exit code {error.returncode}\n{error.stderr or ''}")
+        sys.exit(
+            f"demo: `{' '.join(map(str, error.cmd))}` failed with exit code {error.returncode}\n{error.stderr or ''}"
+        )

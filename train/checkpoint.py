@@ -64,7 +64,9 @@ def load(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         found = contents.get("format") if isinstance(contents, dict) else type(contents).__name__
-        raise CheckpointError(f"{path}: not a checkpoint of this program (format {found}; {FORMAT} is expected)")
+        raise CheckpointError(
+            f"{path}: not a checkpoint of this program (format {found}; {FORMAT} is expected)"
+        )
     return contents
 
 
@@ -89,7 +91,9 @@ def locate(path: str | Path) -> Path:
     for folder in (path / "checkpoints", path):
         if found := list_checkpoints(folder):
             return found[-1]
-    raise CheckpointError(f"{path}: no checkpoint there; expected a checkpoint, or a run directory that has one")
+    raise CheckpointError(
+        f"{path}: no checkpoint there; expected a checkpoint, or a run directory that has one"
+    )
 
 
 def differing_keys(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ class DataConfig:
 
 @dataclass
 class AttentionConfig:
-    backend: str  # "sdpa" (PyTorch's own, differentiable once) or one of flashbob.BACKENDS
+    backend: str  # "sdpa" (PyTorch's own, differentiable once), "auto" or one of flashbob.BACKENDS
 
 
 @dataclass
@@ -73,7 +73,9 @@ class SophiaConfig(OptimConfig):
     gamma: float
     hessian_interval: int  # k: the Hessian is refreshed on optimizer steps 1, k + 1, 2k + 1, ...
     hessian_batch_size: int | None  # sequences over all ranks; null: the whole batch
-    hessian_gradient: Literal["shared", "separate"]  # shared: H u brings the gradient along; separate: an extra pass
+    hessian_gradient: Literal[
+        "shared", "separate"
+    ]  # shared: H u brings the gradient along; separate: an extra pass
     probe: Literal["gaussian", "rademacher"]
 
 
@@ -147,7 +149,9 @@ MAY_CHANGE_ON_RESUME = (
 
 
 def may_change_on_resume(key: str) -> bool:
-    return any(key == entry or (entry.endswith(".") and key.startswith(entry)) for entry in MAY_CHANGE_ON_RESUME)
+    return any(
+        key == entry or (entry.endswith(".") and key.startswith(entry)) for entry in MAY_CHANGE_ON_RESUME
+    )
 
 
 # --- from dictionaries to dataclasses ---------------------------------------------------------------------------------
@@ -160,7 +164,9 @@ def build_config(values: dict[str, Any]) -> Config:
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise ConfigError(f"{prefix.rstrip('.')}={values!r}: a section is expected, with keys {_field_names(cls)}")
+        raise ConfigError(
+            f"{prefix.rstrip('.')}={values!r}: a section is expected, with keys {_field_names(cls)}"
+        )
     if cls in VARIANTS:
         cls = VARIANTS[cls].get(values.get("name"), cls)  # type: ignore[arg-type]  # a wrong name is reported below
     hints = get_type_hints(cls)
@@ -242,7 +248,9 @@ def unknown_key(key: str, siblings: list[str] | None = None) -> ConfigError:
     keys = all_keys()
     if key in keys:
         section = key.split(".")[0]
-        return ConfigError(f"{key} does not exist with this choice of {section}; its keys are {_siblings(key, siblings)}")
+        return ConfigError(
+            f"{key} does not exist with this choice of {section}; its keys are {_siblings(key, siblings)}"
+        )
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}?" if close else "`python train.py --help` lists the keys"
     return ConfigError(f"{key} is not a key of the configuration; {hint}")
@@ -270,7 +278,9 @@ def validate(config: Config, world_size: int) -> None:
         for name in names:
             value = getattr(section, name, None)
             _require(value is None or value >= 1, section, name, "a positive integer")
-    _require(train.checkpoint_every >= 0, train, "checkpoint_every", "0 (the last step only) or a positive integer")
+    _require(
+        train.checkpoint_every >= 0, train, "checkpoint_every", "0 (the last step only) or a positive integer"
+    )
     _require(0 <= config.seed < 2**63, config, "seed", "an integer in [0, 2^63)")
 
     _require(0 <= model.dropout < 1, model, "dropout", "a number in [0, 1)")
@@ -280,11 +290,22 @@ def validate(config: Config, world_size: int) -> None:
             "give a width that is a multiple of the number of heads"
         )
 
+    head_dim = model.embed_dim // model.num_heads
+    if config.attention.backend != "sdpa" and not 16 <= head_dim <= 256:
+        raise ConfigError(
+            f"model.embed_dim={model.embed_dim} over model.num_heads={model.num_heads} is a head dimension of {head_dim}; "
+            "flashbob takes 16 to 256"
+        )
+
     for name in ("lr", "min_lr", "eps", "weight_decay", "grad_clip"):
         value = getattr(optim, name)
-        _require(value is None or (math.isfinite(value) and value >= 0), optim, name, "a finite number, at least 0")
+        _require(
+            value is None or (math.isfinite(value) and value >= 0), optim, name, "a finite number, at least 0"
+        )
     if optim.min_lr is not None and optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr={optim.min_lr:g} exceeds optim.lr={optim.lr:g}; give one that is at most the peak")
+        raise ConfigError(
+            f"optim.min_lr={optim.min_lr:g} exceeds optim.lr={optim.lr:g}; give one that is at most the peak"
+        )
     _require(optim.warmup_steps >= 0, optim, "warmup_steps", "an integer, at least 0")
     _require(all(0 <= beta < 1 for beta in optim.betas), optim, "betas", "two numbers in [0, 1)")
 
@@ -332,7 +353,7 @@ def validate_machine(config: Config, local_rank: int) -> None:
 
     from flashbob import BACKENDS
 
-    backends = ("sdpa", *BACKENDS)
+    backends = ("sdpa", "auto", *BACKENDS)
     backend = config.attention.backend
     if backend not in backends:
         close = difflib.get_close_matches(backend, backends, n=1)
@@ -342,7 +363,9 @@ def validate_machine(config: Config, local_rank: int) -> None:
     cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     if cuda:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device={config.device}: this machine has no CUDA device that torch can use; use device=cpu")
+            raise ConfigError(
+                f"device={config.device}: this machine has no CUDA device that torch can use; use device=cpu"
+            )
         index = int(config.device.partition(":")[2] or local_rank)
         if index >= torch.cuda.device_count():
             raise ConfigError(
@@ -353,14 +376,20 @@ def validate_machine(config: Config, local_rank: int) -> None:
             raise ConfigError(
                 f"train.precision=bf16: {torch.cuda.get_device_name(index)} has no bf16; use train.precision=fp32"
             )
-    elif config.train.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        raise ConfigError("train.compile=true: torch.compile on a CPU needs a C++ compiler, and none is installed")
+    elif config.train.compile and not any(
+        map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    ):
+        raise ConfigError(
+            "train.compile=true: torch.compile on a CPU needs a C++ compiler, and none is installed"
+        )
 
 
 def _require(condition: bool, section: Any, name: str, allowed: str) -> None:
     if not condition:
         value = getattr(section, name)
-        shown = f"{value:g}" if isinstance(value, float) else list(value) if isinstance(value, tuple) else value
+        shown = (
+            f"{value:g}" if isinstance(value, float) else list(value) if isinstance(value, tuple) else value
+        )
         prefix = "" if isinstance(section, Config) else f"{_section(section)}."
         raise ConfigError(f"{prefix}{name}={shown}: expected {allowed}")
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -91,10 +92,14 @@ def start(world: World, device: "torch.device") -> None:
 
 
 def shutdown() -> None:
+    """Leave the process group."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        # Gloo's thread frees the tensors of the last operation on its own time and needs the interpreter's lock for it;
+        # if the interpreter is ending by then the process aborts ("terminate called without an active exception").
+        time.sleep(0.2)
 
 
 def from_main(world: World, function: Callable[[], T]) -> T:

@@ -64,7 +64,9 @@ def _train(values: DictConfig) -> None:
     validate(config, world.size)
     name_run(config)
     validate_machine(config, world.local_rank)
-    from train.trainer import Trainer  # torch and the model only now, when the configuration is known to be good
+    from train.trainer import (
+        Trainer,
+    )  # torch and the model only now, when the configuration is known to be good
 
     Trainer(config).run()
 
@@ -112,10 +114,14 @@ def name_run(config: Config) -> None:
         elif sweep:
             config.run.name = f"{config.run.name}-{automatic}"
         if "/" in config.run.name or config.run.name in ("", ".", ".."):
-            raise ConfigError(f"run.name={config.run.name}: expected the name of a folder; use run.dir for a path")
+            raise ConfigError(
+                f"run.name={config.run.name}: expected the name of a folder; use run.dir for a path"
+            )
         config.run.dir = str(Path("runs") / config.run.name)
     if config.run.dir in _used_directories:
-        raise ConfigError(f"run.dir={config.run.dir}: another job of this sweep has it; sweep keys that change the training")
+        raise ConfigError(
+            f"run.dir={config.run.dir}: another job of this sweep has it; sweep keys that change the training"
+        )
     _used_directories.add(config.run.dir)
 
 
@@ -131,7 +137,9 @@ def default_name(config: Config, overrides: list[str]) -> str:
         if key in ("arm", "model", "data", "preset") or may_change_on_resume(key):
             continue
         shown = f"{key.rpartition('.')[2]}={value}"
-        safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", shown.rpartition("/")[2] if "/" in shown else shown).strip("_")
+        safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", shown.rpartition("/")[2] if "/" in shown else shown).strip(
+            "_"
+        )
         parts.append(safe)
         if safe != shown:
             cut.append(override)
@@ -159,7 +167,9 @@ def _report(line: str) -> None:
 def _hydra_line(error: Exception) -> str:
     """Hydra's and OmegaConf's errors, which take several lines, in one of ours."""
     text = f"{error}\n{error.__cause__ or ''}"
-    if isinstance(error, MissingConfigException) and (match := re.search(r"Could not find '(\w+)/([^']*)'", text)):
+    if isinstance(error, MissingConfigException) and (
+        match := re.search(r"Could not find '(\w+)/([^']*)'", text)
+    ):
         group, option = match.groups()
         options = ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
         return f"{group}={option}: expected one of {options}"

@@ -4,6 +4,7 @@ Names are grouped by a prefix: train/, val/, hessian/, time/ (seconds), memory/ 
 """
 
 import json
+import math
 import resource
 import sys
 from pathlib import Path
@@ -39,7 +40,10 @@ class Metrics:
         self._wandb = _start_wandb(config, directory) if isinstance(config.logger, WandbConfig) else None
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one step. Values are numbers, strings or booleans; what is not finite must be left out."""
+        """Append one step. JSON has no NaN: values that are not finite are left out, and named under `nonfinite`."""
+        bad = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        if bad:
+            row = {key: value for key, value in row.items() if key not in bad} | {"nonfinite": bad}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
@@ -139,5 +143,3 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for key, flops in _PEAK_FLOPS.items() if key in name), None)
-
-

@@ -38,15 +38,21 @@ def load_model(path: str | Path, device: torch.device) -> tuple[GPT, Config, int
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m train.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m train.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="run directory or checkpoint")
     parser.add_argument("--prompt", default="\n", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=300, help="tokens to sample; 0: evaluate only (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="tokens to sample; 0: evaluate only (default %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="default %(default)s")
     parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
     parser.add_argument("--seed", type=int, default=1337, help="default %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s"
+    )
     parser.add_argument("--no-eval", action="store_true", help="do not compute the validation loss")
     options = parser.parse_args(arguments)
     if options.tokens < 0 or options.temperature <= 0 or (options.top_k is not None and options.top_k < 1):
@@ -56,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     model, config, step = load_model(options.path, device)
     data = open_data(config.data, config.model.block_size, config.seed)
     autocast = (
-        torch.autocast(device.type, torch.bfloat16) if config.train.precision == "bf16" else contextlib.nullcontext()
+        torch.autocast(device.type, torch.bfloat16)
+        if config.train.precision == "bf16"
+        else contextlib.nullcontext()
     )
     with autocast:
         if not options.no_eval:
@@ -72,7 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
                 parser.error("--prompt must have at least one token")
             generator = torch.Generator(device).manual_seed(options.seed)
             tokens = model.generate(
-                prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, generator=generator
+                prompt,
+                options.tokens,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                generator=generator,
             )
             print(data.tokenizer.decode(tokens[0].tolist()))
 

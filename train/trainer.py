@@ -179,7 +179,9 @@ class Trainer:
             row["train/nonfinite"] = fault
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                raise TrainingStopped(f"step {self.step}: {fault} was not finite {MAX_SKIPPED_IN_A_ROW} times in a row")
+                raise TrainingStopped(
+                    f"step {self.step}: {fault} was not finite {MAX_SKIPPED_IN_A_ROW} times in a row"
+                )
         else:
             self.skipped_in_a_row = 0
             row |= {"train/loss": loss_value, "train/grad_norm": grad_norm}
@@ -239,10 +241,14 @@ class Trainer:
 
     def _forward(self, model: torch.nn.Module, round: int) -> tuple[Tensor, Tensor]:
         size = self.config.train.micro_batch_size
-        micro_batch = (self.step - 1) * self.rounds * self.world.size + round * self.world.size + self.world.rank
+        micro_batch = (
+            (self.step - 1) * self.rounds * self.world.size + round * self.world.size + self.world.rank
+        )
         tokens, targets = self.data.train_batch(micro_batch * size, size)
         with self._autocast():
-            return model(tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
+            return model(
+                tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+            )
 
     def _add_gradients(self, gradients: list[Tensor]) -> None:
         assert isinstance(self.optimizer, SophiaH)
@@ -277,7 +283,9 @@ class Trainer:
         batch_size = train.eval_batch_size or train.micro_batch_size
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of sequences
         self.model.eval()
-        for index, (tokens, targets) in enumerate(self.data.validation_batches(batch_size, train.eval_batches)):
+        for index, (tokens, targets) in enumerate(
+            self.data.validation_batches(batch_size, train.eval_batches)
+        ):
             if index % self.world.size == self.world.rank:
                 with self._autocast():
                     _, loss = self.model(tokens.to(self.device), targets.to(self.device))
@@ -340,11 +348,15 @@ class Trainer:
         except OSError as error:
             raise ConfigError(f"run.dir={self.directory}: cannot be written to ({error.strerror})") from None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the system when the process ends, however
+            fcntl.flock(
+                lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # freed by the system when the process ends, however
         except OSError:
             raise ConfigError(f"run.dir={self.directory}: another process is training in it") from None
         self._lock = lock
-        if self.config.train.resume == "never" and checkpoint.list_checkpoints(self.directory / "checkpoints"):
+        if self.config.train.resume == "never" and checkpoint.list_checkpoints(
+            self.directory / "checkpoints"
+        ):
             raise ConfigError(
                 f"train.resume=never, and {self.directory} has checkpoints that would be lost; choose another run.name, "
                 "delete the folder, or continue with train.resume=auto"

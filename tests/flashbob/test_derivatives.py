@@ -160,4 +160,6 @@ def test_autocast_changes_the_inputs_and_not_the_products():
         assert sdpa_bob(q.double(), k.double(), v.double()).dtype == torch.float64
     assert actual[0].dtype == torch.bfloat16
     for name, x, y in zip(NAMES, actual, expected, strict=True):
-        torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            x.float(), y.float(), rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -9,7 +9,9 @@ from flashbob.philox import philox_4x32
 SEED = torch.tensor([2**61 + 12345, 678])
 
 
-@pytest.mark.parametrize("rows,keys", [((0, 5), (0, 9)), ((3, 8), (4, 8)), ((7, 20), (5, 31)), ((31, 32), (30, 31))])
+@pytest.mark.parametrize(
+    "rows,keys", [((0, 5), (0, 9)), ((3, 8), (4, 8)), ((7, 20), (5, 31)), ((31, 32), (30, 31))]
+)
 def test_tiles_agree_with_the_whole(rows, keys):
     whole = dropout_keep_mask(SEED, 0.4, 2, 3, range(32), range(33))
     tile = dropout_keep_mask(SEED, 0.4, 2, 3, range(*rows), range(*keys))
@@ -35,7 +37,8 @@ def test_kept_share(p):
 
 def test_seed_offset_and_head_matter():
     masks = [
-        dropout_keep_mask(torch.tensor(s), 0.5, 1, 2, range(64), range(64)) for s in ([1, 0], [1, 1], [2, 0], [1 << 33, 0])
+        dropout_keep_mask(torch.tensor(s), 0.5, 1, 2, range(64), range(64))
+        for s in ([1, 0], [1, 1], [2, 0], [1 << 33, 0])
     ]
     flat = torch.stack([m[0, h].flatten() for m in masks for h in (0, 1)]).double() * 2 - 1
     correlation = flat @ flat.T / flat.shape[1]
@@ -61,7 +64,11 @@ def test_backends_drop_the_same_weights():
 def test_causal_mask_is_aligned_to_the_bottom_right():
     device = torch.device("cpu")
     assert causal_mask(range(2), range(4), 2, 4, None, device).tolist() == [[True] * 3 + [False], [True] * 4]
-    assert causal_mask(range(3), range(2), 3, 2, None, device).tolist() == [[False] * 2, [True, False], [True] * 2]
+    assert causal_mask(range(3), range(2), 3, 2, None, device).tolist() == [
+        [False] * 2,
+        [True, False],
+        [True] * 2,
+    ]
     assert causal_mask(range(2), range(4), 2, 4, 2, device).tolist() == [
         [False, True, True, False],
         [False, False, True, True],

@@ -66,7 +66,9 @@ def test_vmap_of_second_derivatives(tensors):
     def directional(q, k, v, z):
         return (grad(lambda q: loss(q[None], k[None], v[None], is_causal=True))(q) * z).sum()
 
-    assert_equals_math(lambda: vmap(grad(directional, argnums=(0, 1, 2)), in_dims=(0, 0, None, 0))(q, k, v[0], z))
+    assert_equals_math(
+        lambda: vmap(grad(directional, argnums=(0, 1, 2)), in_dims=(0, 0, None, 0))(q, k, v[0], z)
+    )
 
 
 def test_vmap_maps_the_padding(tensors):
@@ -141,7 +143,9 @@ def test_operators_are_registered_correctly(tensors, name):
         "backward": (do, q, k, v, o, lse),
         "backward_backward": (q, None, v, do, q, k, v, o, lse, dq),
     }[name]
-    arguments = tuple(x.detach().requires_grad_(name != "backward_backward") if x is not None else x for x in arguments)
+    arguments = tuple(
+        x.detach().requires_grad_(name != "backward_backward") if x is not None else x for x in arguments
+    )
     torch.library.opcheck(getattr(torch.ops.flashbob, name).default, (*arguments, *tail))
 
 
@@ -194,7 +198,9 @@ class TestForwardMode:
 
     def test_compiled_jvp_without_graph_break(self, tensors):
         q, k, v, z = tensors
-        compiled = torch.compile(lambda q: jvp(lambda q: loss(q, k, v), (q,), (z,)), backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(
+            lambda q: jvp(lambda q: loss(q, k, v), (q,), (z,)), backend="aot_eager", fullgraph=True
+        )
         with pytest.raises(Exception, match=r"Observed exception|no forward-mode derivative"):
             compiled(q)
 

@@ -1,0 +1,53 @@
+"""The operators as Triton kernels: CUDA, every feature; under TRITON_INTERPRET=1 also on a CPU.
+
+Same functions and meaning as `tiled`, in bf16, fp16 and fp32 with fp32 sums. O(N) memory: besides the
+outputs, at most 16 bytes for a row of a query head.
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels import backward as _backward
+from ..kernels import forward as _forward
+from ..kernels.column_pass import column_pass
+from ..kernels.common import Problem
+from ..kernels.row_pass import row_pass
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """O [B, H, N_q, d] in q's dtype and layout; L [B, H, N_q], natural log, fp32."""
+    return _forward.forward(Problem.of(q, k, **options), q, k, v)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in the dtype and layout of q, k, v."""
+    return _backward.backward(Problem.of(q, k, **options), do.to(q.dtype), q, k, v, o, lse)
+
+
+def backward_backward(
+    u_q: Tensor | None,
+    u_k: Tensor | None,
+    u_v: Tensor | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor | None,
+    **options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of Φ = ⟨dQ, U_Q⟩ + ⟨dK, U_K⟩ + ⟨dV, U_V⟩ with respect to Q, K, V and dO, each like its input.
+
+    dq = None runs the paper's form of the row pass, which computes R = (P ⊙ dP) K in dq's place.
+    """
+    problem = Problem.of(q, k, **options)
+    if u_q is None and u_k is None and u_v is None:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(do)
+    u_q, u_k, u_v = (None if u is None else u.to(q.dtype) for u in (u_q, u_k, u_v))
+    do_ = do.to(q.dtype)
+    grad_q, grad_do, vectors = row_pass(problem, u_q, u_k, u_v, do_, q, k, v, o, lse, dq)
+    grad_k, grad_v = column_pass(problem, u_q, u_k, u_v, do_, q, k, v, vectors)
+    return grad_q, grad_k, grad_v, grad_do.to(do.dtype)

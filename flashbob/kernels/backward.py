@@ -1,0 +1,400 @@
+"""Attention's first backward: dQ over row blocks, then dK and dV over key blocks.
+
+    dP = dO Vᵀ      A = g ⊙ dP      D = ⟨dO, O⟩      dS = P ⊙ (A − D)
+    dQ = τ dS K     dK = τ dSᵀ Q    dV = (g ⊙ P)ᵀ dO
+
+The first kernel computes D from the dO tile that it holds anyway, and stores it for the second. Two kernels
+compute the scores twice, and need no atomics: dQ has the same bits on every run.
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    DO_NOT_SPECIALIZE,
+    LOG2E,
+    Problem,
+    head_pointer,
+    keep_mask,
+    key_range,
+    load_padding,
+    load_tile,
+    program_block,
+    row_range,
+    store_tile,
+    strides_of,
+    tile_offsets,
+    visible,
+)
+from .tuning import tiles
+
+# Row vectors that the second kernel reads: log2(e)·L and D.
+NUM_VECTORS = 2
+
+
+@triton.jit
+def _key_tile(
+    n0,
+    dq,
+    q,
+    do,
+    lse2,
+    delta,
+    k_head,
+    v_head,
+    k_strides,
+    v_strides,
+    k_offsets,
+    v_offsets,
+    padding,
+    padding_strides,
+    seed,
+    seed_offset,
+    threshold,
+    keep_scale,
+    scale,
+    window,
+    batch,
+    batch_head,
+    m0,
+    N_q,
+    N_k,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add one tile of keys to dQ / τ."""
+    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p = tl.math.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
+    if MASKED:
+        rows = m0 + tl.arange(0, BLOCK_M)[:, None]
+        keys = n0 + tl.arange(0, BLOCK_N)[None, :]
+        p = tl.where(visible(rows, keys, N_q, N_k, window, CAUSAL, WINDOW), p, 0.0)
+    if PADDING:
+        p = tl.where(load_padding(padding, padding_strides, batch, n0, N_k, BLOCK_N)[None, :], p, 0.0)
+    a = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # dP
+    if DROPOUT:
+        keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, False)
+        a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
+    ds = p * (a - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _row_tile(
+    m0,
+    dk,
+    dv,
+    k,
+    v,
+    key_valid,
+    vectors,
+    vector_stride,
+    q_head,
+    do_head,
+    q_strides,
+    do_strides,
+    q_offsets,
+    do_offsets,
+    seed,
+    seed_offset,
+    threshold,
+    keep_scale,
+    scale,
+    window,
+    batch_head,
+    n0,
+    N_q,
+    N_k,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add one tile of rows to dK / τ and dV. Score tiles are [BLOCK_N, BLOCK_M]: see `column_pass`."""
+    dtype = k.dtype
+    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    # The vectors exist beyond the last row, with L = +inf: P is 0 there, and needs no mask.
+    row_vectors = vectors + m0 + tl.arange(0, BLOCK_M)
+    lse2 = tl.load(row_vectors)
+    delta = tl.load(row_vectors + vector_stride)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    p = tl.math.exp2(s * (scale * LOG2E) - lse2[None, :])  # P = exp(S − L)
+    if MASKED and CAUSAL:
+        rows = m0 + tl.arange(0, BLOCK_M)[None, :]
+        keys = n0 + tl.arange(0, BLOCK_N)[:, None]
+        p = tl.where(visible(rows, keys, N_q, N_k, window, CAUSAL, WINDOW), p, 0.0)
+    if PADDING:
+        p = tl.where(key_valid[:, None], p, 0.0)
+    a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
+    pg = p
+    if DROPOUT:
+        keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, True)
+        a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
+        pg = tl.where(keep, p * keep_scale, 0.0)
+    dv = tl.dot(pg.to(dtype), do, dv, input_precision=PRECISION)
+    ds = p * (a - delta[None, :])
+    dk = tl.dot(ds.to(dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _backward_rows(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    o_ptr,
+    lse_ptr,
+    dq_ptr,
+    vectors_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    o_strides,
+    dq_strides,
+    vector_stride,
+    padded_rows,
+    padding,
+    padding_strides,
+    seed,
+    threshold,
+    keep_scale,
+    scale,
+    window,
+    H,
+    GROUP,
+    N_q,
+    N_k,
+    num_heads,
+    section,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_blocks = padded_rows // BLOCK_M
+    block, batch_head = program_block(num_blocks, num_heads, section)
+    if CAUSAL:
+        block = num_blocks - 1 - block  # the last rows see most keys: first
+    batch, head = batch_head // H, batch_head % H
+    kv_head = head // GROUP
+    m0 = block * BLOCK_M
+    rows = m0 + tl.arange(0, BLOCK_M)
+
+    q_head = head_pointer(q_ptr, q_strides, batch, head)
+    do_head = head_pointer(do_ptr, do_strides, batch, head)
+    o_head = head_pointer(o_ptr, o_strides, batch, head)
+    k_head = head_pointer(k_ptr, k_strides, batch, kv_head)
+    v_head = head_pointer(v_ptr, v_strides, batch, kv_head)
+    q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, WIDE)
+    do_offsets = tile_offsets(do_strides, BLOCK_M, BLOCK_D, WIDE)
+    o_offsets = tile_offsets(o_strides, BLOCK_M, BLOCK_D, WIDE)
+    k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, WIDE)
+    v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_D, WIDE)
+    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    o = load_tile(o_head, o_strides, o_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    seed_value, seed_offset = 0, 0
+    if DROPOUT:
+        seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
+
+    # L = +inf beyond the last row: P is 0 there.
+    lse_pointers = lse_ptr + tl.cast(batch_head, tl.int64) * N_q + rows
+    lse2 = tl.load(lse_pointers, mask=rows < N_q, other=float("inf")) * LOG2E
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # D = ⟨dO, O⟩
+    vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows + rows
+    tl.store(vectors, lse2)
+    tl.store(vectors + tl.cast(vector_stride, tl.int64), delta)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    lo, full_begin, full_end, hi = key_range(m0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    if WINDOW:
+        for n0 in range(lo, full_begin, BLOCK_N):
+            dq = _key_tile(
+                n0, dq, q, do, lse2, delta, k_head, v_head, k_strides, v_strides, k_offsets, v_offsets,
+                padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
+                batch, batch_head, m0, N_q, N_k,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+    for n0 in range(full_begin, full_end, BLOCK_N):
+        dq = _key_tile(
+            n0, dq, q, do, lse2, delta, k_head, v_head, k_strides, v_strides, k_offsets, v_offsets,
+            padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
+            batch, batch_head, m0, N_q, N_k,
+            False, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    for n0 in range(full_end, hi, BLOCK_N):
+        dq = _key_tile(
+            n0, dq, q, do, lse2, delta, k_head, v_head, k_strides, v_strides, k_offsets, v_offsets,
+            padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
+            batch, batch_head, m0, N_q, N_k,
+            True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    dq_head = head_pointer(dq_ptr, dq_strides, batch, head)
+    store_tile(dq_head, dq_strides, dq * scale, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _backward_keys(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    dk_ptr,
+    dv_ptr,
+    vectors_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    dk_strides,
+    dv_strides,
+    vector_stride,
+    padded_rows,
+    padding,
+    padding_strides,
+    seed,
+    threshold,
+    keep_scale,
+    scale,
+    window,
+    H,
+    GROUP,
+    N_q,
+    N_k,
+    num_heads,
+    section,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_blocks = tl.cdiv(N_k, BLOCK_N)
+    block, batch_kv_head = program_block(num_blocks, num_heads, section)
+    kv_heads = H // GROUP
+    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+    n0 = block * BLOCK_N
+
+    k_head = head_pointer(k_ptr, k_strides, batch, kv_head)
+    v_head = head_pointer(v_ptr, v_strides, batch, kv_head)
+    k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, WIDE)
+    v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_D, WIDE)
+    q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, WIDE)
+    do_offsets = tile_offsets(do_strides, BLOCK_M, BLOCK_D, WIDE)
+    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    key_valid = 0
+    if PADDING:
+        key_valid = load_padding(padding, padding_strides, batch, n0, N_k, BLOCK_N)
+    seed_value, seed_offset = 0, 0
+    if DROPOUT:
+        seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
+    vector_stride = tl.cast(vector_stride, tl.int64)
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    lo, full_begin, full_end, hi = row_range(n0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for member in range(0, GROUP):
+        head = kv_head * GROUP + member
+        batch_head = batch * H + head
+        vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows
+        q_head = head_pointer(q_ptr, q_strides, batch, head)
+        do_head = head_pointer(do_ptr, do_strides, batch, head)
+        if CAUSAL:
+            for m0 in range(lo, full_begin, BLOCK_M):
+                dk, dv = _row_tile(
+                    m0, dk, dv, k, v, key_valid, vectors, vector_stride,
+                    q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
+                    seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
+                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                )  # fmt: skip
+        for m0 in range(full_begin, full_end, BLOCK_M):
+            dk, dv = _row_tile(
+                m0, dk, dv, k, v, key_valid, vectors, vector_stride,
+                q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
+                seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
+                False, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        for m0 in range(full_end, hi, BLOCK_M):
+            dk, dv = _row_tile(
+                m0, dk, dv, k, v, key_valid, vectors, vector_stride,
+                q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
+                seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+
+    dk_head = head_pointer(dk_ptr, dk_strides, batch, kv_head)
+    dv_head = head_pointer(dv_ptr, dv_strides, batch, kv_head)
+    store_tile(dk_head, dk_strides, dk * scale, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    store_tile(dv_head, dv_strides, dv, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+
+
+def backward(
+    problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ like q, dK like k, dV like v)."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    vectors = problem.row_vectors(NUM_VECTORS)
+    row_bytes = problem.head_dim * q.element_size()
+
+    tensors = (q, k, v, do, o, dq)
+    tile = tiles("backward_rows", problem.head_dim, problem.dtype, problem.device)
+    num_heads = problem.batch * problem.heads
+    grid = (problem.padded_rows // tile["BLOCK_M"] * num_heads,)
+    with torch.cuda.device_of(q):
+        _backward_rows[grid](
+            q, k, v, do, o, lse.contiguous(), dq, vectors,
+            *map(strides_of, tensors),
+            vectors.stride(0), problem.padded_rows,
+            num_heads=num_heads, section=problem.section(2 * problem.num_keys * row_bytes, num_heads),
+            **problem.arguments(tensors), **tile,
+        )  # fmt: skip
+
+    tensors = (q, k, v, do, dk, dv)
+    tile = tiles("backward_keys", problem.head_dim, problem.dtype, problem.device)
+    num_heads = problem.batch * problem.kv_heads
+    group = problem.heads // problem.kv_heads
+    grid = (triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads,)
+    with torch.cuda.device_of(q):
+        _backward_keys[grid](
+            q, k, v, do, dk, dv, vectors,
+            *map(strides_of, tensors),
+            vectors.stride(0), problem.padded_rows,
+            num_heads=num_heads, section=problem.section(2 * group * problem.num_rows * row_bytes, num_heads),
+            **problem.arguments(tensors), **tile,
+        )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,295 @@
+"""Column pass of the second backward: a block of keys streams the rows and writes K̃ and Ṽ, each once.
+
+    h = F − α        P̃ − E = C + h ⊙ (A − D) − (α D + E)        S̃ = P ⊙ (P̃ − E)        dS = P ⊙ (A − D)
+    K̃ = τ (S̃ᵀ Q + dSᵀ U_Q)        Ṽ = (g ⊙ P ⊙ h)ᵀ dO
+
+The scores are computed transposed (Sᵀ = K Qᵀ), so that S̃ᵀ and (P⊙h)ᵀ come out as the left operands of their
+products. A group's query heads are summed before the write.
+
+Source: FlashBoB (arXiv 2609.24089), section 4.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    DO_NOT_SPECIALIZE,
+    LOG2E,
+    Problem,
+    head_pointer,
+    keep_mask,
+    load_padding,
+    load_tile,
+    program_block,
+    row_range,
+    store_tile,
+    strides_of,
+    tile_offsets,
+    visible,
+)
+from .tuning import tiles
+
+
+@triton.jit
+def _row_tile(
+    m0,
+    k_sum,
+    v_sum,
+    k,
+    v,
+    u_k,
+    u_v,
+    key_valid,
+    vectors,
+    vector_stride,
+    q_head,
+    do_head,
+    u_q_head,
+    q_strides,
+    do_strides,
+    u_q_strides,
+    q_offsets,
+    do_offsets,
+    u_q_offsets,
+    seed,
+    seed_offset,
+    threshold,
+    keep_scale,
+    scale,
+    window,
+    batch_head,
+    n0,
+    N_q,
+    N_k,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HAS_U_Q: tl.constexpr,
+    HAS_U_K: tl.constexpr,
+    HAS_U_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add one tile of rows to K̃ / τ and Ṽ. Score tiles are [BLOCK_N, BLOCK_M]."""
+    HAS_F: tl.constexpr = HAS_U_Q or HAS_U_K
+    dtype = k.dtype
+    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    # The vectors exist beyond the last row, with L = +inf: P is 0 there, and needs no mask.
+    row_vectors = vectors + m0 + tl.arange(0, BLOCK_M)
+    lse2 = tl.load(row_vectors)
+    delta = tl.load(row_vectors + vector_stride)
+    e0 = tl.load(row_vectors + 3 * vector_stride)  # α D + E
+
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    p = tl.math.exp2(s * (scale * LOG2E) - lse2[None, :])  # P = exp(S − L)
+    if MASKED and CAUSAL:
+        rows = m0 + tl.arange(0, BLOCK_M)[None, :]
+        keys = n0 + tl.arange(0, BLOCK_N)[:, None]
+        p = tl.where(visible(rows, keys, N_q, N_k, window, CAUSAL, WINDOW), p, 0.0)
+    if PADDING:
+        p = tl.where(key_valid[:, None], p, 0.0)
+    if DROPOUT:
+        keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, True)
+
+    if HAS_F:
+        alpha = tl.load(row_vectors + 2 * vector_stride)
+        if HAS_U_Q:
+            u_q = load_tile(u_q_head, u_q_strides, u_q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+            f = tl.dot(k, tl.trans(u_q), input_precision=PRECISION)
+            if HAS_U_K:
+                f = tl.dot(u_k, tl.trans(q), f, input_precision=PRECISION)
+        else:
+            f = tl.dot(u_k, tl.trans(q), input_precision=PRECISION)
+        h = f * scale - alpha[None, :]  # h = F − α
+        ph = p * h
+        if DROPOUT:
+            ph = tl.where(keep, ph * keep_scale, 0.0)
+        v_sum = tl.dot(ph.to(dtype), do, v_sum, input_precision=PRECISION)
+
+        a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
+        if DROPOUT:
+            a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
+        centered = a - delta[None, :]
+        p_tilde = h * centered - e0[None, :]  # P̃ − E, without C
+        if HAS_U_Q:
+            k_sum = tl.dot((p * centered).to(dtype), u_q, k_sum, input_precision=PRECISION)
+    if HAS_U_V:
+        c = tl.dot(u_v, tl.trans(do), input_precision=PRECISION)
+        if DROPOUT:
+            c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
+        if HAS_F:
+            p_tilde = p_tilde + c
+        else:
+            p_tilde = c - e0[None, :]
+    k_sum = tl.dot((p * p_tilde).to(dtype), q, k_sum, input_precision=PRECISION)
+    return k_sum, v_sum
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _column_pass(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    u_q_ptr,
+    u_k_ptr,
+    u_v_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    vectors_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    u_q_strides,
+    u_k_strides,
+    u_v_strides,
+    grad_k_strides,
+    grad_v_strides,
+    vector_stride,
+    padded_rows,
+    padding,
+    padding_strides,
+    seed,
+    threshold,
+    keep_scale,
+    scale,
+    window,
+    H,
+    GROUP,
+    N_q,
+    N_k,
+    num_heads,
+    section,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HAS_U_Q: tl.constexpr,
+    HAS_U_K: tl.constexpr,
+    HAS_U_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_blocks = tl.cdiv(N_k, BLOCK_N)
+    # Under a causal mask the first keys are seen by most rows, and block 0 is first already.
+    block, batch_kv_head = program_block(num_blocks, num_heads, section)
+    kv_heads = H // GROUP
+    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+    n0 = block * BLOCK_N
+
+    k_head = head_pointer(k_ptr, k_strides, batch, kv_head)
+    v_head = head_pointer(v_ptr, v_strides, batch, kv_head)
+    k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, WIDE)
+    v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_D, WIDE)
+    q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, WIDE)
+    do_offsets = tile_offsets(do_strides, BLOCK_M, BLOCK_D, WIDE)
+    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    u_k, u_v, u_q_offsets = k, v, q_offsets
+    if HAS_U_K:
+        u_k_head = head_pointer(u_k_ptr, u_k_strides, batch, kv_head)
+        u_k_offsets = tile_offsets(u_k_strides, BLOCK_N, BLOCK_D, WIDE)
+        u_k = load_tile(u_k_head, u_k_strides, u_k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    if HAS_U_V:
+        u_v_head = head_pointer(u_v_ptr, u_v_strides, batch, kv_head)
+        u_v_offsets = tile_offsets(u_v_strides, BLOCK_N, BLOCK_D, WIDE)
+        u_v = load_tile(u_v_head, u_v_strides, u_v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    if HAS_U_Q:
+        u_q_offsets = tile_offsets(u_q_strides, BLOCK_M, BLOCK_D, WIDE)
+    key_valid = 0
+    if PADDING:
+        key_valid = load_padding(padding, padding_strides, batch, n0, N_k, BLOCK_N)
+    seed_value, seed_offset = 0, 0
+    if DROPOUT:
+        seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
+    vector_stride = tl.cast(vector_stride, tl.int64)
+
+    k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    v_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    lo, full_begin, full_end, hi = row_range(n0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for member in range(0, GROUP):
+        head = kv_head * GROUP + member
+        batch_head = batch * H + head
+        vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows
+        q_head = head_pointer(q_ptr, q_strides, batch, head)
+        do_head = head_pointer(do_ptr, do_strides, batch, head)
+        u_q_head = q_head
+        if HAS_U_Q:
+            u_q_head = head_pointer(u_q_ptr, u_q_strides, batch, head)
+        if CAUSAL:
+            for m0 in range(lo, full_begin, BLOCK_M):
+                k_sum, v_sum = _row_tile(
+                    m0, k_sum, v_sum, k, v, u_k, u_v, key_valid, vectors, vector_stride,
+                    q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
+                    q_offsets, do_offsets, u_q_offsets,
+                    seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
+                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                )  # fmt: skip
+        for m0 in range(full_begin, full_end, BLOCK_M):
+            k_sum, v_sum = _row_tile(
+                m0, k_sum, v_sum, k, v, u_k, u_v, key_valid, vectors, vector_stride,
+                q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
+                q_offsets, do_offsets, u_q_offsets,
+                seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
+                False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        for m0 in range(full_end, hi, BLOCK_M):
+            k_sum, v_sum = _row_tile(
+                m0, k_sum, v_sum, k, v, u_k, u_v, key_valid, vectors, vector_stride,
+                q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
+                q_offsets, do_offsets, u_q_offsets,
+                seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+
+    grad_k_head = head_pointer(grad_k_ptr, grad_k_strides, batch, kv_head)
+    grad_v_head = head_pointer(grad_v_ptr, grad_v_strides, batch, kv_head)
+    store_tile(grad_k_head, grad_k_strides, k_sum * scale, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    store_tile(grad_v_head, grad_v_strides, v_sum, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+
+
+def column_pass(
+    problem: Problem,
+    u_q: Tensor | None,
+    u_k: Tensor | None,
+    u_v: Tensor | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    vectors: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(K̃ like k, Ṽ like v). `vectors` are the row pass's, of the same call."""
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    tensors = (q, k, v, do, u_q, u_k, u_v, grad_k, grad_v)
+    tile = tiles("column_pass", problem.head_dim, problem.dtype, problem.device)
+    num_heads = problem.batch * problem.kv_heads
+    group = problem.heads // problem.kv_heads
+    streamed = (2 + (u_q is not None)) * group * problem.num_rows * problem.head_dim * q.element_size()
+    grid = (triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads,)
+    with torch.cuda.device_of(q):
+        _column_pass[grid](
+            q, k, v, do, u_q, u_k, u_v, grad_k, grad_v, vectors,
+            *map(strides_of, tensors),
+            vectors.stride(0), problem.padded_rows,
+            num_heads=num_heads, section=problem.section(streamed, num_heads),
+            HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None,
+            **problem.arguments(tensors), **tile,
+        )  # fmt: skip
+    return grad_k, grad_v

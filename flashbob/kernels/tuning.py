@@ -1,0 +1,81 @@
+"""Tile shapes: how many rows and keys a program holds, with how many warps and pipeline stages."""
+
+import functools
+
+import torch
+
+from .common import INTERPRETED
+
+# Keyed by compute capability, then pass, then (largest head dimension that the entry serves, bytes of an
+# element). BLOCK_M counts rows and BLOCK_N keys in every pass. `measured` marks what won a search on that
+# machine; the others are starting values.
+_TABLE: dict[tuple[int, int], dict[str, dict[tuple[int, int], dict]]] = {}
+
+
+def _entry(block_m: int, block_n: int, num_warps: int, num_stages: int, measured: bool = False) -> dict:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "measured": measured,
+    }
+
+
+_TABLE[9, 0] = {
+    "forward": {
+        (64, 2): _entry(128, 64, 4, 3),
+        (128, 2): _entry(128, 64, 8, 3),
+        (256, 2): _entry(64, 64, 8, 2),
+    },
+    "backward_rows": {
+        (64, 2): _entry(64, 64, 4, 3),
+        (128, 2): _entry(64, 64, 4, 2),
+        (256, 2): _entry(64, 32, 8, 2),
+    },
+    "backward_keys": {
+        (64, 2): _entry(64, 64, 4, 3),
+        (128, 2): _entry(32, 64, 4, 2),
+        (256, 2): _entry(32, 64, 8, 2),
+    },
+    "row_pass": {
+        (64, 2): _entry(64, 32, 4, 3),
+        (128, 2): _entry(64, 32, 4, 2),
+        (256, 2): _entry(64, 32, 8, 1),
+    },
+    "column_pass": {
+        (64, 2): _entry(32, 64, 4, 3),
+        (128, 2): _entry(32, 64, 4, 2),
+        (256, 2): _entry(32, 64, 8, 1),
+    },
+}
+
+# For every other machine and for fp32: at most 48 KiB of shared memory, or what the head dimension forces.
+_FALLBACK = {
+    (64, 2): _entry(64, 32, 4, 2),
+    (128, 2): _entry(32, 32, 4, 1),
+    (256, 2): _entry(16, 16, 4, 1),
+    (64, 4): _entry(32, 32, 4, 1),
+    (128, 4): _entry(16, 16, 4, 1),
+    (256, 4): _entry(16, 16, 8, 1),
+}
+_INTERPRETER = _entry(32, 32, 1, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """{BLOCK_M, BLOCK_N, num_warps, num_stages} for a pass, one of the names in the table."""
+    if INTERPRETED:
+        entry = _INTERPRETER
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        served = _TABLE.get(capability, {}).get(pass_name, {})
+        entry = _smallest(served, head_dim, dtype.itemsize) or _smallest(_FALLBACK, head_dim, dtype.itemsize)
+        if entry is None:
+            raise ValueError(f"no tiles for head dimension {head_dim} and {dtype}")
+    return {name: value for name, value in entry.items() if name != "measured"}
+
+
+def _smallest(entries: dict[tuple[int, int], dict], head_dim: int, itemsize: int) -> dict | None:
+    fitting = [key for key in entries if key[0] >= head_dim and key[1] == itemsize]
+    return entries[min(fitting)] if fitting else None

@@ -1,0 +1,400 @@
+"""The training program, started as users start it."""
+
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.launch import (
+    ADAMW,
+    ROOT,
+    SMALL,
+    SOPHIA,
+    command,
+    environment,
+    kill_group,
+    rows,
+    series,
+    start,
+    train,
+    wait_for_step,
+)
+from train.checkpoint import list_checkpoints
+
+DROPOUT = "model.dropout=0.1"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Runs that nobody disturbed: name -> directory."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    arms = {"adamw": ADAMW, "sophia": SOPHIA}
+    for name, arm in arms.items():
+        train(*SMALL, *arm, DROPOUT, f"run.dir={name}", cwd=folder)
+    return {name: folder / name for name in arms}
+
+
+# --- what a run writes ------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_every_step(uninterrupted):
+    for name, directory in uninterrupted.items():
+        recorded = rows(directory)
+        assert [row["step"] for row in recorded] == list(range(1, 13))
+        assert [row["tokens"] for row in recorded] == [256 * step for step in range(1, 13)]
+        assert [row["step"] for row in recorded if "val/loss" in row] == [6, 12]
+        for row in recorded:
+            for key in ("train/loss", "train/lr", "train/grad_norm", "time/elapsed_s", "time/step_s"):
+                assert math.isfinite(row[key])
+            assert row["memory/peak_gib"] > 0.05
+        elapsed = [row["time/elapsed_s"] for row in recorded]
+        assert elapsed == sorted(elapsed)
+        hessian = [row["step"] for row in recorded if "hessian/event_s" in row]
+        assert hessian == ([1, 4, 7, 10] if name == "sophia" else [])
+        assert (directory / "config.yaml").is_file()
+        steps = [path.name for path in list_checkpoints(directory / "checkpoints")]
+        assert steps == ["step-00000008.pt", "step-00000012.pt"]
+
+
+def test_training_learns(tmp_path):
+    """Bytes of English: uniform is ln 256 = 5.5; 60 steps of either optimizer get well below the unigram's 3.3 + 10 %."""
+    for name, arm in {"adamw": ADAMW, "sophia": SOPHIA}.items():
+        train(*SMALL, *arm, "train.max_steps=60", "train.precision=fp32", f"run.dir={name}", cwd=tmp_path)
+        losses = series(tmp_path / name, "train/loss")
+        assert 5.4 < losses[0] < 5.8
+        assert sum(losses[-5:]) / 5 < 4.0
+        assert series(tmp_path / name, "val/loss")[-1] < 4.0
+
+
+def test_learning_rate_schedule(uninterrupted):
+    lr = series(uninterrupted["adamw"], "train/lr")
+    assert lr[:3] == pytest.approx([1e-3, 2e-3, 3e-3])
+    for step in range(4, 12):
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 3) / 9))
+        assert lr[step - 1] == pytest.approx(3e-4 + (3e-3 - 3e-4) * cosine)
+    assert lr[-1] == pytest.approx(3e-4)
+
+
+def test_a_finished_run_says_so(uninterrupted):
+    directory = uninterrupted["adamw"]
+    before = (directory / "metrics.jsonl").read_bytes()
+    result = train(*SMALL, *ADAMW, DROPOUT, f"run.dir={directory.name}", cwd=directory.parent)
+    assert "already complete" in result.stdout
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+def test_help_cfg_and_sweep(tmp_path):
+    text = train("--help", cwd=tmp_path).stdout
+    for word in ("sophia-flashbob", "train.global_batch_size", "fineweb-8xa100", "torchrun"):
+        assert word in text
+    assert "hessian_interval: 10" in train("--cfg", "job", cwd=tmp_path).stdout
+    assert list(tmp_path.iterdir()) == []
+    train(
+        "-m",
+        "train.max_steps=1",
+        "train.eval_batches=1",
+        "arm=adamw,sophia-flashbob",
+        "seed=1,2",
+        cwd=tmp_path,
+    )
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(names) == 4 and all("seed=" in name for name in names)
+    assert {name.split("-gpt2")[0] for name in names} == {"adamw", "sophia-flashbob"}
+    losses = {name: series(tmp_path / "runs" / name, "train/loss")[0] for name in names}
+    assert (
+        len(set(losses.values())) == 2
+    )  # a seed's weights and batches are the arms' own no more than the other's
+
+
+def test_every_arm_runs_on_a_cpu(tmp_path):
+    losses = {}
+    for arm in ("adamw", "sophia-math", "sophia-hybrid", "sophia-paper", "sophia-flashbob"):
+        result = train(*SMALL, f"arm={arm}", "train.max_steps=2", f"run.dir={arm}", cwd=tmp_path)
+        losses[arm] = series(tmp_path / arm, "train/loss")
+        if arm == "sophia-hybrid":
+            assert "hybrid (forward and first backward: tiled)" in result.stdout
+        if arm == "sophia-paper":
+            assert "attention: flashbob tiled" in result.stdout
+    first = losses.pop("adamw")[0]
+    for values in losses.values():  # one set of weights and batches; one Sophia, whatever computes it
+        assert values[0] == pytest.approx(first, rel=1e-12)
+        assert values == pytest.approx(losses["sophia-math"], rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["fineweb-8xa100", "fineweb-8xa6000"])
+@pytest.mark.parametrize("arm", ["adamw", "sophia-paper"])
+def test_published_presets_hold_the_published_numbers(name, arm, tmp_path):
+    from omegaconf import OmegaConf
+
+    text = train("--cfg", "job", f"preset={name}", f"arm={arm}", cwd=tmp_path).stdout
+    config = OmegaConf.create(text)
+    assert config.seed == 17 and config.model.block_size == 2048 and config.model.num_layers == 12
+    t = config.train
+    assert (t.max_steps, t.micro_batch_size, t.global_batch_size) == (1908, 2, 256)
+    assert (t.precision, t.compile, t.eval_every, t.eval_batches) == ("bf16", False, 250, 32)
+    assert t.global_batch_size * config.model.block_size == 524288
+    o = config.optim
+    assert o.grad_clip == 1.0
+    if arm == "adamw":
+        assert (o.lr, o.min_lr, o.warmup_steps, o.betas, o.eps, o.weight_decay) == (
+            1e-3,
+            1e-4,
+            150,
+            [0.9, 0.95],
+            1e-8,
+            0.1,
+        )
+    else:
+        assert (o.lr, o.min_lr, o.warmup_steps, o.betas, o.eps, o.weight_decay) == (
+            6e-4, 3e-5, 2000, [0.96, 0.99], 1e-12, 0.2,
+        )  # fmt: skip
+        assert (o.gamma, o.hessian_interval, o.hessian_gradient, o.probe) == (
+            0.01,
+            10,
+            "separate",
+            "gaussian",
+        )
+        assert (o.hessian_batch_size or t.global_batch_size) // 8 == 32
+
+
+# --- the same numbers another way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arm", [ADAMW, SOPHIA], ids=["adamw", "sophia"])
+def test_two_ranks_train_as_one(arm, tmp_path):
+    """The same batches, probes and steps: in fp64 only the order of sums differs, 1e-16 a sum, which 12 steps amplify."""
+    train(*SMALL, *arm, "run.dir=one", cwd=tmp_path)
+    train(*SMALL, *arm, "run.dir=two", cwd=tmp_path, processes=2)
+    assert len(rows(tmp_path / "two")) == 12  # written once, by rank 0
+    for key in ("train/loss", "val/loss", "train/grad_norm"):
+        assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-10)
+    if arm is SOPHIA:
+        norms = [series(tmp_path / name, "hessian/norm") for name in ("one", "two")]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-8)
+        # The loss does not depend on the 64 key biases of 33 000 parameters: the sign of their curvature is rounding.
+        for key in ("hessian/clip_fraction", "hessian/negative_fraction"):
+            assert series(tmp_path / "two", key) == pytest.approx(
+                series(tmp_path / "one", key), abs=64 / 33e3
+            )
+
+
+def test_shared_and_separate_gradients_agree_and_a_part_of_the_batch_does(tmp_path):
+    for gradient in ("shared", "separate"):
+        train(
+            *SMALL, *SOPHIA, f"optim.hessian_gradient={gradient}", "optim.hessian_batch_size=4", f"run.dir={gradient}",
+            cwd=tmp_path,
+        )  # fmt: skip
+    train(*SMALL, *SOPHIA, "run.dir=whole", cwd=tmp_path)
+    shared, separate, whole = (
+        series(tmp_path / name, "train/loss") for name in ("shared", "separate", "whole")
+    )
+    assert shared == pytest.approx(separate, rel=1e-10)
+    assert shared[0] == pytest.approx(whole[0], rel=1e-12) and abs(shared[-1] - whole[-1]) > 1e-6
+
+
+def test_math_and_flashbob_agree_over_50_steps(tmp_path):
+    """fp64: the backends differ by 1e-15 in a gradient; 50 steps, 17 of them with a new Hessian, keep losses to 1e-9."""
+    for arm in ("sophia-math", "sophia-flashbob"):
+        train(
+            *SMALL,
+            f"arm={arm}",
+            "optim.hessian_interval=3",
+            "train.max_steps=50",
+            f"run.dir={arm}",
+            cwd=tmp_path,
+        )
+    a, b = (series(tmp_path / arm, "train/loss") for arm in ("sophia-math", "sophia-flashbob"))
+    assert len(a) == 50
+    assert a == pytest.approx(b, rel=1e-9)
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arm", "step"), [("adamw", 6), ("sophia", 3), ("sophia", 9)])
+def test_a_killed_run_resumes_bit_for_bit(arm, step, uninterrupted, tmp_path):
+    arguments = (*SMALL, *(SOPHIA if arm == "sophia" else ADAMW), DROPOUT, "run.dir=run")
+    process = start(*arguments, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", step, process)
+    kill_group(process)
+    assert len(rows(tmp_path / "run")) < 12
+    result = train(*arguments, cwd=tmp_path)
+    if step > 4:
+        assert f"continues after step {step // 4 * 4}" in result.stdout
+    for key in ("step", "train/loss", "val/loss", "train/grad_norm", "hessian/norm"):
+        assert series(tmp_path / "run", key) == series(uninterrupted[arm], key)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_checkpoints_and_ends_well(number, uninterrupted, tmp_path):
+    arguments = (*SMALL, *SOPHIA, DROPOUT, "run.dir=run")
+    process = start(*arguments, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 2, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    done = len(rows(tmp_path / "run"))
+    if done < 12:
+        assert f"stopped by signal {int(number)} after step {done}" in output
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{done:08d}.pt"
+    train(*arguments, cwd=tmp_path)
+    assert series(tmp_path / "run", "train/loss") == series(uninterrupted["sophia"], "train/loss")
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path):
+    arguments = (*SMALL, *SOPHIA, "train.max_steps=2000", "train.checkpoint_every=0", "run.dir=run")
+    process = start(*arguments, cwd=tmp_path, processes=2)
+    wait_for_step(tmp_path / "run", 2, process)
+    workers = [
+        int(pid)
+        for pid in os.listdir("/proc")
+        if pid.isdigit()
+        and _environ(pid).get("RANK") == "1"
+        and os.readlink(f"/proc/{pid}/cwd") == str(tmp_path)
+    ]
+    (worker,) = workers
+    os.kill(worker, signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    done = len(rows(tmp_path / "run"))
+    assert f"stopped by signal {int(signal.SIGUSR1)} after step {done}" in output
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        f"step-{done:08d}.pt"
+    ]
+
+
+def _environ(pid: str) -> dict[str, str]:
+    try:
+        items = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(item.split("=", 1) for item in items if "=" in item)
+
+
+def test_a_truncated_checkpoint(uninterrupted, tmp_path):
+    arguments = (*SMALL, *SOPHIA, DROPOUT, "run.dir=run")
+    train(*arguments, cwd=tmp_path)
+    older, newest = list_checkpoints(tmp_path / "run" / "checkpoints")
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+
+    result = train(*arguments, f"train.resume={newest}", cwd=tmp_path, expect=1)
+    (line,) = result.stderr.splitlines()
+    assert f"{newest}: not a complete checkpoint" in line
+
+    result = train(*arguments, cwd=tmp_path)  # auto goes back to the one before, and says so
+    assert "not a complete checkpoint" in result.stdout and "continues after step 8" in result.stdout
+    assert series(tmp_path / "run", "train/loss") == series(uninterrupted["sophia"], "train/loss")
+
+    for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        path.write_bytes(b"")
+    result = train(*arguments, cwd=tmp_path, expect=1)
+    (line,) = result.stderr.splitlines()
+    assert "no checkpoint in it is complete" in line
+
+
+def test_resume_refuses_another_configuration(tmp_path):
+    arguments = (*SMALL, *ADAMW, "run.dir=run")
+    train(*arguments, "train.max_steps=4", cwd=tmp_path)
+    result = train(*arguments, "optim.lr=1e-3", "seed=3", cwd=tmp_path, expect=1)
+    (line,) = result.stderr.splitlines()
+    assert "optim.lr: 0.003 → 0.001; seed: 17 → 3; train.max_steps: 4 → 12" in line
+    # What changes nothing about the numbers may differ.
+    result = train(*arguments, "train.max_steps=4", "train.log_every=2", "logger=jsonl", cwd=tmp_path)
+    assert "already complete" in result.stdout
+    result = train(*arguments, "train.max_steps=4", "train.resume=never", cwd=tmp_path, expect=1)
+    assert "has checkpoints that would be lost" in result.stderr
+
+
+def test_a_run_directory_has_one_process(tmp_path):
+    arguments = (*SMALL, *ADAMW, "train.max_steps=5000", "run.dir=run")
+    process = start(*arguments, cwd=tmp_path)
+    try:
+        wait_for_step(tmp_path / "run", 1, process)
+        result = train(*arguments, cwd=tmp_path, expect=1)
+        assert "another process is training in it" in result.stderr
+    finally:
+        kill_group(process)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(uninterrupted, tmp_path):
+    """No file may grow past half a checkpoint: as on a full disk, writing fails midway."""
+    arguments = (*SMALL, *ADAMW, DROPOUT, "run.dir=run")
+    process = start(*arguments, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 5, process)
+    kill_group(process)
+    folder = tmp_path / "run" / "checkpoints"
+    last = list_checkpoints(folder)[-1]
+    before = last.read_bytes()
+    limit = len(before) // 2
+    result = subprocess.run(
+        command(*arguments),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        timeout=120,
+    )
+    assert result.returncode == 1, result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("train.py: error: ")]
+    assert re.search(r"step-000000(08|12)\.pt: the checkpoint could not be written", line)
+    assert list(folder.iterdir()) == [last] and last.read_bytes() == before
+    train(*arguments, cwd=tmp_path)  # with space again
+    assert series(tmp_path / "run", "train/loss") == series(uninterrupted["adamw"], "train/loss")
+
+
+# --- numbers that are not finite --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_loss_that_is_not_finite(processes, tmp_path):
+    broken = (*SMALL, *SOPHIA, "optim.lr=1e200", "optim.warmup_steps=0")
+    result = train(*broken, "run.dir=stop", cwd=tmp_path, expect=1, processes=processes)
+    line = next(line for line in result.stderr.splitlines() if line.startswith("train.py: error: "))
+    assert re.search(r"step 2: train/(loss|grad_norm) is not finite; the weights are those of step 1", line)
+    assert len(rows(tmp_path / "stop")) == 1
+
+    skip = (*broken, "optim.on_nonfinite=skip", "run.dir=skip")
+    result = train(*skip, cwd=tmp_path, expect=1, processes=processes)
+    assert "10 times in a row" in result.stderr
+    recorded = rows(tmp_path / "skip")
+    assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_sample_evaluates_and_samples(uninterrupted):
+    directory = uninterrupted["sophia"]
+    call = [
+        sys.executable,
+        "-m",
+        "train.sample",
+        str(directory),
+        "--prompt",
+        "ROMEO:",
+        "--tokens",
+        "20",
+        "--device",
+        "cpu",
+    ]
+    first, second = (
+        subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert first.stdout == second.stdout and first.stdout.startswith("ROMEO:")
+    assert f"step 12: validation loss {rows(directory)[-1]['val/loss']:.4f}" in first.stderr
+    missing = subprocess.run(
+        [*call[:3], "/nowhere"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert missing.returncode == 1
+    assert missing.stderr.strip() == (
+        "train.sample: error: /nowhere: no checkpoint there; expected a checkpoint, or a run directory that has one"
+    )
