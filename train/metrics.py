@@ -6,6 +6,7 @@ Names are grouped by a prefix: train/, val/, hessian/, time/ (seconds), memory/ 
 import json
 import math
 import resource
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _start_wandb(config: Config, directory: Path) -> Any:
     # The run's id lies in its directory, so that whoever resumes it continues the same run.
     id_file = directory / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id() + "\n")
+        id_file.write_text(secrets.token_hex(4) + "\n")
     run = wandb.init(
         project=config.logger.project,
         entity=config.logger.entity,

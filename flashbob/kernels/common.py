@@ -5,6 +5,9 @@ rows of one query head, a *key block* BLOCK_N keys of one key-value head. BLOCK_
 rounded up to a power of two; the columns beyond HEAD_DIM are read as 0.
 """
 
+# Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import math
 from dataclasses import dataclass
 

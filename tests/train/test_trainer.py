@@ -1,16 +1,19 @@
 """The training program, started as users start it."""
 
+import json
 import math
 import os
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from wandb.proto import wandb_internal_pb2
 
 from tests.train.launch import (
     ADAMW,
@@ -398,3 +401,71 @@ def test_sample_evaluates_and_samples(uninterrupted):
     assert missing.stderr.strip() == (
         "train.sample: error: /nowhere: no checkpoint there; expected a checkpoint, or a run directory that has one"
     )
+
+
+# --- Weights & Biases, and what must not be stored --------------------------------------------------------------------
+
+
+def wandb_records(path: Path) -> list[bytes]:
+    """Records of an offline file: LevelDB's log format after a header of 7 bytes. One that a kill cut short is left out."""
+    data, position, records, parts = path.read_bytes(), 7, [], b""
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        if room < 7:  # too little for a header: the rest of the block is filled up
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4) and position <= len(data):  # a whole record, or the last part of one
+            records.append(parts)
+            parts = b""
+    return records
+
+
+def read_wandb(folder: Path) -> tuple[list[dict], dict, set[str]]:
+    """History rows, configuration and the metrics that were defined, from a run's offline files in order."""
+    history, config, metrics = [], {}, set()
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in wandb_records(path):
+            record = wandb_internal_pb2.Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                items = record.history.item
+                history.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in items})
+            elif kind == "run":
+                config |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+                config["id"] = record.run.run_id
+            elif kind == "metric":
+                metrics.add(record.metric.name or record.metric.glob_name)
+    return history, config, metrics
+
+
+def test_wandb_offline_holds_the_run_and_no_secrets(tmp_path):
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    home = tmp_path / "home" / "somebody"
+    home.mkdir(parents=True)
+    text = home / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 500)
+    train(
+        *SMALL, *SOPHIA, "logger=wandb", "logger.mode=offline", "run.dir=run", f"data.path={text}",
+        f"logger.tags=[{secret}]",
+        cwd=tmp_path, WANDB_API_KEY=secret, HF_TOKEN="hf_" + "a" * 34, HOME=str(home),
+    )  # fmt: skip
+    history, config, metrics = read_wandb(tmp_path / "run")
+    assert [row["step"] for row in history] == list(range(1, 13))
+    assert [row["train/loss"] for row in history] == series(tmp_path / "run", "train/loss")
+    assert config["optim"]["gamma"] == 0.01 and config["arm"] == "sophia-flashbob"
+    assert {"step", "tokens", "time/elapsed_s"} <= metrics
+    assert (tmp_path / "run" / "wandb_id").read_text().strip() == config["id"]
+
+    stored = torch.load(list_checkpoints(tmp_path / "run" / "checkpoints")[-1], weights_only=True)
+    everything = repr(stored["config"]) + (tmp_path / "run" / "config.yaml").read_text() + repr(config)
+    assert "~/text.txt" in everything
+    assert secret not in everything and str(home) not in everything and "hf_aaa" not in everything
+    # A stored `~` is found again.
+    result = subprocess.run(
+        [sys.executable, "-m", "train.sample", str(tmp_path / "run"), "--tokens", "0", "--device", "cpu"],
+        cwd=ROOT, env=environment(HOME=str(home)), capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
