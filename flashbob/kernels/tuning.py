@@ -1,6 +1,8 @@
 """Tile shapes: how many rows and keys a program holds, with how many warps and pipeline stages."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -12,12 +14,21 @@ from .common import INTERPRETED
 _TABLE: dict[tuple[int, int], dict[str, dict[tuple[int, int], dict]]] = {}
 
 
-def _entry(block_m: int, block_n: int, num_warps: int, num_stages: int, measured: bool = False) -> dict:
+def _entry(
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    maxnreg: int | None = None,
+    *,
+    measured: bool = False,
+) -> dict:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "num_warps": num_warps,
         "num_stages": num_stages,
+        "maxnreg": maxnreg,  # registers a thread, where fewer than the compiler takes let more programs share an SM
         "measured": measured,
     }
 
@@ -62,12 +73,31 @@ _FALLBACK = {
     (256, 4): _entry(16, 16, 8, 1),
 }
 _INTERPRETER = _entry(32, 32, 1, 1)
+_FORCED: dict[str, dict] = {}
+
+
+@contextlib.contextmanager
+def forced(
+    pass_name: str, block_m: int, block_n: int, num_warps: int, num_stages: int, maxnreg: int | None = None
+) -> Iterator[None]:
+    """Within the block, launch `pass_name` with these tiles whatever the table says: for searches and tests."""
+    before = dict(_FORCED)
+    _FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages, maxnreg)
+    tiles.cache_clear()
+    try:
+        yield
+    finally:
+        _FORCED.clear()
+        _FORCED.update(before)
+        tiles.cache_clear()
 
 
 @functools.lru_cache(maxsize=1024)
 def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """{BLOCK_M, BLOCK_N, num_warps, num_stages} for a pass, one of the names in the table."""
-    if INTERPRETED:
+    """{BLOCK_M, BLOCK_N, num_warps, num_stages, and maxnreg if it is limited} for a pass, one of the names in the table."""
+    if pass_name in _FORCED:
+        entry = _FORCED[pass_name]
+    elif INTERPRETED:
         entry = _INTERPRETER
     else:
         capability = torch.cuda.get_device_capability(device)
@@ -75,7 +105,7 @@ def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.devic
         entry = _smallest(served, head_dim, dtype.itemsize) or _smallest(_FALLBACK, head_dim, dtype.itemsize)
         if entry is None:
             raise ValueError(f"no tiles for head dimension {head_dim} and {dtype}")
-    return {name: value for name, value in entry.items() if name != "measured"}
+    return {name: value for name, value in entry.items() if name != "measured" and value is not None}
 
 
 def _smallest(entries: dict[tuple[int, int], dict], head_dim: int, itemsize: int) -> dict | None:

@@ -1,0 +1,164 @@
+"""Search the tiles of the Triton kernels on this machine.
+
+    python -m scripts.tune_attention --passes row_pass column_pass --head-dims 64 128 --out build/tiles.json
+
+Every candidate is compiled in its own process first, all cores at once, then timed alone on the GPU and compared with
+the tiles that ship. Prints the best of each pass and head dimension; --out gets every timing.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PASSES = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass")
+B, H = 4, 12
+
+
+def candidates(pass_name: str, head_dim: int) -> list[tuple]:
+    """(rows, keys, warps, stages, largest number of registers) that registers may hold: fp32 sums and score tiles."""
+    by_keys = pass_name in ("column_pass", "backward_keys")
+    sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}[pass_name]
+    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}[pass_name]
+    found = []
+    for held, streamed, warps, stages, maxnreg in itertools.product(
+        (64, 128), (16, 32, 64, 128), (4, 8, 16), (2, 3, 4), (None, 168, 128)
+    ):
+        if maxnreg == 168 and warps > 4:  # brings no further program onto the SM
+            continue
+        registers = held * (sums * head_dim + scores * streamed) / (32 * warps)
+        if 64 <= registers <= min(260, 1.4 * (maxnreg or 255)) and (maxnreg or 255) * 32 * warps <= 65536:
+            tile = (held, streamed) if not by_keys else (streamed, held)
+            found.append((*tile, warps, stages, maxnreg))
+    return found
+
+
+def problem(pass_name: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype) -> Callable[[], Any]:
+    """A function that launches the pass alone, on random inputs."""
+    from flashbob.backends import triton as backend
+    from flashbob.kernels import backward, forward
+    from flashbob.kernels.column_pass import column_pass
+    from flashbob.kernels.common import Problem
+    from flashbob.kernels.row_pass import row_pass
+
+    torch.manual_seed(0)
+    q, k, v, do, u_q, u_k, u_v = (
+        torch.randn(B, H, length, head_dim, device="cuda", dtype=dtype) for _ in range(7)
+    )
+    p = Problem.of(q, k, scale=head_dim**-0.5, is_causal=causal)
+    if pass_name == "forward":
+        return lambda: forward.forward(p, q, k, v)
+    options = {"scale": head_dim**-0.5, "is_causal": causal}
+    o, lse = backend.forward(q, k, v, **options)
+    if pass_name.startswith("backward"):
+        return lambda: backward.backward(p, do, q, k, v, o, lse)
+    dq, _, _ = backend.backward(do, q, k, v, o, lse, **options)
+    if pass_name == "row_pass":
+        return lambda: row_pass(p, u_q, u_k, u_v, do, q, k, v, o, lse, dq)
+    _, _, vectors = row_pass(p, u_q, u_k, u_v, do, q, k, v, o, lse, dq)
+    return lambda: column_pass(p, u_q, u_k, u_v, do, q, k, v, vectors)
+
+
+def compile_tile(pass_name: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype, tile) -> str | None:
+    """Fill Triton's cache on the disk; the error's first line if the tile does not compile or does not fit."""
+    from flashbob.kernels.tuning import forced
+
+    try:
+        with forced(pass_name, *tile):
+            problem(pass_name, head_dim, length, causal, dtype)()
+            torch.cuda.synchronize()
+    except Exception as error:
+        return str(error).splitlines()[0][:120]
+    return None
+
+
+def median_ms(launch: Callable[[], Any], repeats: int = 7) -> float:
+    launch()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launch()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--noncausal", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--tiles", nargs="+", help="only these, as rows,keys,warps,stages,registers (0: no limit)")
+    parser.add_argument("--seconds", type=float, default=240, help="stop compiling after this long (default 240)")
+    parser.add_argument("--out", type=Path, default=Path("build/tiles.json"))
+    arguments = parser.parse_args()
+    dtype, causal = getattr(torch, arguments.dtype), not arguments.noncausal
+
+    from flashbob.kernels.tuning import forced, tiles
+
+    device = torch.device("cuda", 0)
+    jobs = []
+    for pass_name, head_dim in itertools.product(arguments.passes, arguments.head_dims):
+        chosen = candidates(pass_name, head_dim)
+        if arguments.tiles:
+            chosen = [tuple(int(x) or None for x in tile.split(",")) for tile in arguments.tiles]
+        entry = tiles(pass_name, head_dim, dtype, device)
+        shipped = (*(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")), entry.get("maxnreg"))
+        jobs += [(pass_name, head_dim, tile) for tile in dict.fromkeys([shipped, *chosen])]
+    print(f"{len(jobs)} candidates on {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)
+
+    start, usable = time.monotonic(), []
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("spawn")) as pool:
+        futures = {
+            # Compiling needs no long sequence; lengths are not specialized.
+            pool.submit(compile_tile, pass_name, head_dim, 512, causal, dtype, tile): (pass_name, head_dim, tile)
+            for pass_name, head_dim, tile in jobs
+        }
+        try:
+            for future in as_completed(futures, timeout=arguments.seconds):
+                if (error := future.result()) is None:
+                    usable.append(futures[future])
+                else:
+                    print("refused", *futures[future], error, flush=True)
+        except TimeoutError:
+            print(f"{len(jobs) - len(usable)} candidates are left out: not compiled in time", flush=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(pool._processes.values()):
+                process.kill()
+    print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+
+    rows = []
+    for pass_name, head_dim in itertools.product(arguments.passes, arguments.head_dims):
+        launch = problem(pass_name, head_dim, arguments.length, causal, dtype)
+        mine = []
+        for tile in [job[2] for job in jobs if job[:2] == (pass_name, head_dim) and job in usable]:
+            with forced(pass_name, *tile):
+                mine.append({"pass": pass_name, "d": head_dim, "N": arguments.length, "tile": tile, "ms": median_ms(launch)})
+        rows += mine
+        del launch
+        torch.cuda.empty_cache()
+        if mine:
+            first, best = mine[0], sorted(mine, key=lambda row: row["ms"])
+            print(f"{pass_name} d={head_dim}: ships {first['tile']} {first['ms']:.3f} ms")
+            for row in best[:6]:
+                print(f"    {row['tile']} {row['ms']:.3f} ms")
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
