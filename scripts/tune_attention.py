@@ -122,7 +122,12 @@ def main() -> None:
     print(f"{len(jobs)} candidates on {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)
 
     start, usable = time.monotonic(), []
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("spawn")) as pool:
+    # A tile that faults takes its process's CUDA context along, so each has a process of its own; forked from one that
+    # has imported everything, it starts at once.
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["flashbob.backends.triton", "scripts.tune_attention"])
+    workers = min(os.cpu_count() or 1, 15)
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         futures = {
             # Compiling needs no long sequence; lengths are not specialized.
             pool.submit(compile_tile, pass_name, head_dim, 512, causal, dtype, tile): (pass_name, head_dim, tile)
