@@ -106,14 +106,14 @@ def _(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
 
 
-def _refuse_third_derivative(*_):
+def _refuse_third_derivative(ctx: Any, *grad_outputs: Any):
     raise RuntimeError(
         "sdpa_bob is differentiable twice and a third derivative was asked for; "
         "flashbob.set_backend('math') differentiates any number of times, with N×N tensors"
     )
 
 
-def _refuse_forward_mode(*_):
+def _refuse_forward_mode(ctx: Any = None, *grad_inputs: Any):
     raise NotImplementedError(
         "sdpa_bob has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode, "
         "or flashbob.set_backend('math')"

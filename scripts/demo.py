@@ -38,7 +38,7 @@ def main(overrides: list[str]) -> None:
     sample = subprocess.run(sampling, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     print("\n=== text from sophia-flashbob ===\n" + sample, flush=True)
     page = compare(directories, out / "report", sample)
-    math, flashbob = (Run.load(directory).summary()["val_loss"] for directory in directories[1:])
+    math, flashbob = (Run.load(directory).series("step", "val/loss")[1][-1] for directory in directories[1:])
     print(f"validation loss, sophia-flashbob minus sophia-math: {flashbob - math:+.4f}")
     print(f"report: {page.relative_to(ROOT)} (picture: {(page.parent / 'losses.png').relative_to(ROOT)})")
     print(f"demo: {time.monotonic() - start:.0f} s")

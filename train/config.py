@@ -229,7 +229,7 @@ def _field_names(cls: Any) -> str:
 
 def all_keys() -> list[str]:
     """Every dotted key of the configuration, and the group names."""
-    keys = list(GROUPS)
+    keys: list[str] = list(GROUPS)
 
     def walk(cls: Any, prefix: str) -> None:
         for variant in dict.fromkeys([cls, *VARIANTS.get(cls, {}).values()]):

@@ -164,4 +164,4 @@ def mean_over_ranks(world: World, tensors: "Sequence[Tensor]") -> None:
     for work in works:
         if work is not None:
             work.wait()
-    torch._foreach_div_(list(tensors), world.size)
+    torch._foreach_div_(list(tensors), world.size)  # pyright: ignore[reportPrivateImportUsage]

@@ -39,6 +39,8 @@ def main() -> None:
     """Run the command line of this process. Exits with status 1 after a line on stderr, or 130 after Ctrl-C."""
     distributed.catch_stop_signals()
     OmegaConf.register_new_resolver("scratch_dir", _scratch_dir, use_cache=True, replace=True)
+    # A preset serves every arm, and a good learning rate is an optimizer's own.
+    OmegaConf.register_new_resolver("for_optimizer", lambda name, values: values[name], replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: they are reported here
     try:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(_job)()

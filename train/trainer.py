@@ -9,6 +9,7 @@ import fcntl
 import math
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -239,7 +240,7 @@ class Trainer:
         distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
         return loss_sum, estimate
 
-    def _forward(self, model: torch.nn.Module, round: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: Callable, round: int) -> tuple[Tensor, Tensor]:
         size = self.config.train.micro_batch_size
         micro_batch = (
             (self.step - 1) * self.rounds * self.world.size + round * self.world.size + self.world.rank

@@ -1,8 +1,9 @@
 """Every wrong argument gets one line that names it, its value and what is allowed, whatever the backend."""
 
-import flashbob
 import pytest
 import torch
+
+import flashbob
 from flashbob import get_backend, resolve_backend, sdpa_bob, set_backend
 
 q = torch.randn(2, 4, 8, 16)

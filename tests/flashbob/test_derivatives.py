@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from flashbob import sdpa_bob, set_backend
 from flashbob.backends import tiled
 from flashbob.masking import dropout_keep_mask
-
 from tests.oracle import NAMES, feature_grid, make_inputs, reference_attention, second_order
 
 GRID = list(feature_grid())

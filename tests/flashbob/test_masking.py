@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from flashbob import sdpa_bob, set_backend
 from flashbob.masking import causal_mask, dropout_keep_mask
 from flashbob.philox import philox_4x32

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from flashbob import operators, sdpa_bob, set_backend
 from torch.func import grad, jacfwd, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from flashbob import operators, sdpa_bob, set_backend
 
 OPTIONS = [
     {"is_causal": True},

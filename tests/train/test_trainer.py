@@ -284,7 +284,7 @@ def _environ(pid: str) -> dict[str, str]:
 def test_a_truncated_checkpoint(uninterrupted, tmp_path):
     arguments = (*SMALL, *SOPHIA, DROPOUT, "run.dir=run")
     train(*arguments, cwd=tmp_path)
-    older, newest = list_checkpoints(tmp_path / "run" / "checkpoints")
+    *_, newest = list_checkpoints(tmp_path / "run" / "checkpoints")
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
 
     result = train(*arguments, f"train.resume={newest}", cwd=tmp_path, expect=1)
