@@ -28,7 +28,9 @@ def candidates(pass_name: str, head_dim: int) -> list[tuple]:
     """(rows, keys, warps, stages, largest number of registers) that registers may hold: fp32 sums and score tiles."""
     by_keys = pass_name in ("column_pass", "backward_keys")
     sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}[pass_name]
-    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}[pass_name]
+    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}[
+        pass_name
+    ]
     found = []
     for held, streamed, warps, stages, maxnreg in itertools.product(
         (64, 128), (16, 32, 64, 128), (4, 8, 16), (2, 3, 4), (None, 168, 128)
@@ -42,7 +44,9 @@ def candidates(pass_name: str, head_dim: int) -> list[tuple]:
     return found
 
 
-def problem(pass_name: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype) -> Callable[[], Any]:
+def problem(
+    pass_name: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype
+) -> Callable[[], Any]:
     """A function that launches the pass alone, on random inputs."""
     from flashbob.backends import triton as backend
     from flashbob.kernels import backward, forward
@@ -68,7 +72,9 @@ def problem(pass_name: str, head_dim: int, length: int, causal: bool, dtype: tor
     return lambda: column_pass(p, u_q, u_k, u_v, do, q, k, v, vectors)
 
 
-def compile_tile(pass_name: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype, tile) -> str | None:
+def compile_tile(
+    pass_name: str, head_dim: int, length: int, causal: bool, dtype: torch.dtype, tile
+) -> str | None:
     """Fill Triton's cache on the disk; the error's first line if the tile does not compile or does not fit."""
     from flashbob.kernels.tuning import forced
 
@@ -96,14 +102,20 @@ def median_ms(launch: Callable[[], Any], repeats: int = 7) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--noncausal", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--tiles", nargs="+", help="only these, as rows,keys,warps,stages,registers (0: no limit)")
-    parser.add_argument("--seconds", type=float, default=240, help="stop compiling after this long (default 240)")
+    parser.add_argument(
+        "--tiles", nargs="+", help="only these, as rows,keys,warps,stages,registers (0: no limit)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=240, help="stop compiling after this long (default 240)"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/tiles.json"))
     arguments = parser.parse_args()
     dtype, causal = getattr(torch, arguments.dtype), not arguments.noncausal
@@ -117,7 +129,10 @@ def main() -> None:
         if arguments.tiles:
             chosen = [tuple(int(x) or None for x in tile.split(",")) for tile in arguments.tiles]
         entry = tiles(pass_name, head_dim, dtype, device)
-        shipped = (*(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")), entry.get("maxnreg"))
+        shipped = (
+            *(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")),
+            entry.get("maxnreg"),
+        )
         jobs += [(pass_name, head_dim, tile) for tile in dict.fromkeys([shipped, *chosen])]
     print(f"{len(jobs)} candidates on {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)
 
@@ -130,7 +145,11 @@ def main() -> None:
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         futures = {
             # Compiling needs no long sequence; lengths are not specialized.
-            pool.submit(compile_tile, pass_name, head_dim, 512, causal, dtype, tile): (pass_name, head_dim, tile)
+            pool.submit(compile_tile, pass_name, head_dim, 512, causal, dtype, tile): (
+                pass_name,
+                head_dim,
+                tile,
+            )
             for pass_name, head_dim, tile in jobs
         }
         try:
@@ -152,7 +171,15 @@ def main() -> None:
         mine = []
         for tile in [job[2] for job in jobs if job[:2] == (pass_name, head_dim) and job in usable]:
             with forced(pass_name, *tile):
-                mine.append({"pass": pass_name, "d": head_dim, "N": arguments.length, "tile": tile, "ms": median_ms(launch)})
+                mine.append(
+                    {
+                        "pass": pass_name,
+                        "d": head_dim,
+                        "N": arguments.length,
+                        "tile": tile,
+                        "ms": median_ms(launch),
+                    }
+                )
         rows += mine
         del launch
         torch.cuda.empty_cache()
@@ -162,7 +189,9 @@ def main() -> None:
             for row in best[:6]:
                 print(f"    {row['tile']} {row['ms']:.3f} ms")
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

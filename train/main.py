@@ -1,6 +1,7 @@
 """The program: command line -> configuration -> `train.trainer`. Everything that is wrong ends as one line on stderr."""
 
 import atexit
+import errno
 import hashlib
 import os
 import re
@@ -38,9 +39,7 @@ _reported: list[str] = []  # errors that were printed
 def main() -> None:
     """Run the command line of this process. Exits with status 1 after a line on stderr, or 130 after Ctrl-C."""
     distributed.catch_stop_signals()
-    OmegaConf.register_new_resolver("scratch_dir", _scratch_dir, use_cache=True, replace=True)
-    # A preset serves every arm, and a good learning rate is an optimizer's own.
-    OmegaConf.register_new_resolver("for_optimizer", lambda name, values: values[name], replace=True)
+    register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: they are reported here
     try:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(_job)()
@@ -52,12 +51,25 @@ def main() -> None:
         sys.exit(1)
 
 
+def register_resolvers() -> None:
+    """What the configuration files may call inside ${...}."""
+    OmegaConf.register_new_resolver("scratch_dir", _scratch_dir, use_cache=True, replace=True)
+    # A preset serves every arm, and a good learning rate is an optimizer's own.
+    OmegaConf.register_new_resolver("for_optimizer", lambda name, values: values[name], replace=True)
+
+
 def _job(values: DictConfig) -> None:
     """One run: the whole command, or one job of a sweep, whose other jobs go on after an error."""
     try:
         _train(values)
     except _expected_errors() as error:
         _report(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _report(
+            f"{error.filename or 'the run directory'}: the disk is full; the last checkpoint is as it was"
+        )
 
 
 def _train(values: DictConfig) -> None:

@@ -371,6 +371,66 @@ def test_a_loss_that_is_not_finite(processes, tmp_path):
     assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
 
 
+def in_process(tmp_path: Path, *overrides: str):
+    """A Trainer of this process, for what no command line can bring about."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from train.config import build_config
+    from train.main import register_resolvers
+    from train.trainer import Trainer
+
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        values = OmegaConf.to_container(
+            compose("train", [*SMALL, *overrides, f"run.dir={tmp_path}"]), resolve=True
+        )
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    values["run"]["name"] = "run"
+    return Trainer(build_config(values))
+
+
+@pytest.mark.parametrize("gradient", ["shared", "separate"])
+def test_a_hessian_estimate_that_is_not_finite(gradient, tmp_path, monkeypatch):
+    from optim import HutchinsonEstimator
+    from train.trainer import TrainingStopped
+
+    reduce = HutchinsonEstimator.reduce
+
+    def broken(self, process_group=None):
+        estimate = reduce(self, process_group)
+        estimate[0].view(-1)[3] = math.inf
+        return estimate
+
+    monkeypatch.setattr(HutchinsonEstimator, "reduce", broken)
+    arguments = (*SOPHIA, f"optim.hessian_gradient={gradient}")
+    trainer = in_process(tmp_path / "stop", *arguments)
+    before = [p.detach().clone() for p in trainer.params]
+    with pytest.raises(TrainingStopped, match="step 1: the Hessian estimate is not finite"):
+        trainer.run()
+    assert all(torch.equal(p, q) for p, q in zip(trainer.params, before))
+
+    trainer = in_process(tmp_path / "skip", *arguments, "optim.on_nonfinite=skip", "train.max_steps=4")
+    trainer.run()
+    recorded = rows(tmp_path / "skip")
+    assert [row["step"] for row in recorded if row.get("hessian/skipped")] == [1, 4]
+    assert len(recorded) == 4 and all(row["hessian/norm"] == 0.0 for row in recorded)  # h was never touched
+    assert all(math.isfinite(row["train/loss"]) for row in recorded)
+
+
+# The C++ that Inductor writes for a CPU sums in another order: fp32 rounding, which six steps amplify.
+def test_a_compiled_model_trains_alike(tmp_path):
+    for compile in ("false", "true"):
+        train(
+            *SMALL, *SOPHIA, "train.precision=fp32", "train.max_steps=6", f"train.compile={compile}", f"run.dir=compile-{compile}",
+            cwd=tmp_path,
+        )  # fmt: skip
+    assert series(tmp_path / "compile-true", "train/loss") == pytest.approx(
+        series(tmp_path / "compile-false", "train/loss"), rel=1e-4
+    )
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 

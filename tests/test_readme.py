@@ -1,0 +1,40 @@
+"""What README.md says is true: its code runs, its files exist, its list of wrong configurations is the tested one."""
+
+import re
+from pathlib import Path
+
+from tests.train.test_config import WRONG
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_its_python_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    namespace: dict = {}
+    exec(compile(code, "README.md", "exec"), namespace)
+    assert all(
+        x.grad.isfinite().all() and x.grad.norm() > 0
+        for x in (namespace["q"], namespace["k"], namespace["v"])
+    )
+
+
+def test_its_links_lead_somewhere():
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("http")]
+    assert len(targets) >= 3
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_its_wrong_configurations_are_those_that_the_tests_run():
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
+    tested = {" ".join(arguments): line for arguments, line in WRONG.items()}
+    tested["attention=sdpa"] = tested["arm=sophia-flashbob attention=sdpa"]
+    checked = 0
+    for command, line in rows:
+        if command in tested:
+            assert (
+                line.rstrip("….").strip().startswith(tested[command].rstrip(" ,…")[: len(line) - 4].strip())
+            ), command
+            checked += 1
+    assert checked >= 12
