@@ -8,7 +8,7 @@ from torch import Tensor
 from . import operators
 from .backends import math as math_backend
 
-BACKENDS = ("tiled", "math", "hybrid")
+BACKENDS = ("triton", "tiled", "math", "hybrid")
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -51,12 +51,13 @@ def get_backend() -> str:
 
 def resolve_backend(device: torch.device | str) -> str:
     """What the current choice runs on `device`, in words for a log: "tiled", "hybrid (forward and first backward: tiled)"."""
-    name = _chosen or _choose(torch.device(device).type)
-    return "hybrid (forward and first backward: tiled)" if name == "hybrid" else name
+    default = _choose(torch.device(device).type)
+    name = _chosen or default
+    return f"hybrid (forward and first backward: {default})" if name == "hybrid" else name
 
 
 def _choose(device_type: str) -> str:
-    return "tiled"
+    return "triton" if device_type == "cuda" else "tiled"
 
 
 def sdpa_bob(
@@ -136,7 +137,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; a tensor [B, H, N, d] is needed")
         if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}; four dimensions [B, H, N, d], none empty, are needed")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; four dimensions [B, H, N, d], none empty, are needed"
+            )
         if x.device != q.device or x.dtype != q.dtype:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} and q is {q.dtype} on {q.device}; q, k and v must agree in both"
@@ -153,7 +156,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "[B, H_q, N_q, d], [B, H_kv, N_k, d] and k's own shape are needed"
         )
     if heads % k.shape[1] != 0:
-        raise ValueError(f"q has {heads} heads and k has {k.shape[1]}; the first must be a multiple of the second")
+        raise ValueError(
+            f"q has {heads} heads and k has {k.shape[1]}; the first must be a multiple of the second"
+        )
     if not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(f"head dimension is {head_dim}; allowed are {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}")
 
@@ -167,7 +172,9 @@ def _check_options(q, k, is_causal, scale, window_size, key_padding_mask, dropou
         if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 1:
             raise ValueError(f"window_size is {window_size!r}; a positive integer, or None, is needed")
         if not is_causal:
-            raise ValueError(f"window_size is {window_size} with is_causal=False; a window needs is_causal=True")
+            raise ValueError(
+                f"window_size is {window_size} with is_causal=False; a window needs is_causal=True"
+            )
     if not (isinstance(dropout_p, int | float) and 0.0 <= dropout_p < 1.0):
         raise ValueError(f"dropout_p is {dropout_p!r}; a number in [0, 1) is needed")
     expected = (q.shape[0], k.shape[2])

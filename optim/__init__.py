@@ -7,10 +7,11 @@ docs/optimizer.md has an example with a foreign model.
 
 from .adamw import build_adamw, parameter_groups
 from .hutchinson import HutchinsonEstimator, probe
-from .hvp import hessian_vector_product
+from .hvp import HessianVectorProduct, hessian_vector_product
 from .sophia import SophiaH
 
 __all__ = [
+    "HessianVectorProduct",
     "HutchinsonEstimator",
     "SophiaH",
     "build_adamw",

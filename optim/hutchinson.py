@@ -107,9 +107,15 @@ class HutchinsonEstimator:
         Raises ValueError as `hessian_vector_product` and `probe` do, and for a weight that is not finite
         and positive.
         """
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"weight must be finite and > 0, got {weight}")
-        probes = [
+        _check_weight(weight)
+        probes = self.probes(step=step, micro_batch=micro_batch)
+        gradients, products = hessian_vector_product(loss, self.params, probes)
+        self.add(probes, products, weight)
+        return gradients
+
+    def probes(self, *, step: int, micro_batch: int) -> list[Tensor]:
+        """u of this micro-batch: one `probe` for each parameter, like it. For products that are computed elsewhere."""
+        return [
             probe(
                 p.shape,
                 seed=self.seed,
@@ -122,14 +128,16 @@ class HutchinsonEstimator:
             )
             for index, p in enumerate(self.params)
         ]
-        gradients, products = hessian_vector_product(loss, self.params, probes)
+
+    @torch.no_grad()
+    def add(self, probes: Sequence[Tensor], products: Sequence[Tensor], weight: float = 1.0) -> None:
+        """Add weight · u ⊙ (H u), given u and H u: the second half of `accumulate`. Waits for no device."""
+        _check_weight(weight)
         if not self._buffers:
             self._allocate()
-        with torch.no_grad():
-            for total, u, product in zip(self._sums, probes, products):
-                total.addcmul_(u.to(total.dtype), product.to(total.dtype), value=weight)
+        for total, u, product in zip(self._sums, probes, products):
+            total.addcmul_(u.to(total.dtype), product.to(total.dtype), value=weight)
         self._weight += weight
-        return gradients
 
     def reduce(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """The estimate: the weighted mean over all micro-batches since the last call, on all ranks.
@@ -173,6 +181,11 @@ class HutchinsonEstimator:
                 sums[index] = part.view(self.params[index].shape)
             self._buffers.append(buffer)
         self._sums = [sums[index] for index in range(len(self.params))]
+
+
+def _check_weight(weight: float) -> None:
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"weight must be finite and > 0, got {weight}")
 
 
 def check_seed(seed: int) -> None:

@@ -1,9 +1,15 @@
 """Hessian-vector products of a model."""
 
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import flashbob
 
 
 def hessian_vector_product(
@@ -25,13 +31,7 @@ def hessian_vector_product(
     if not loss.requires_grad:
         raise ValueError("loss must have a graph, got a tensor that does not require a gradient")
     check_parameters(params)
-    if len(vectors) != len(params):
-        raise ValueError(f"vectors must be one for each of the {len(params)} parameters, got {len(vectors)}")
-    for index, (vector, p) in enumerate(zip(vectors, params)):
-        if (vector.shape, vector.dtype, vector.device) != (p.shape, p.dtype, p.device):
-            raise ValueError(
-                f"vectors[{index}] must be like its parameter, {_describe(p)}, got {_describe(vector)}"
-            )
+    check_vectors(params, vectors)
     gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     # A gradient without a graph is constant: it adds nothing to the product.
     curved = [(g, z) for g, z in zip(gradients, vectors) if g is not None and g.requires_grad]
@@ -43,6 +43,150 @@ def hessian_vector_product(
         [torch.zeros_like(p) if g is None else g.detach() for g, p in zip(gradients, params)],
         [torch.zeros_like(p) if hz is None else hz for hz, p in zip(products, params)],
     )
+
+
+class HessianVectorProduct:
+    """Loss, gradient and H z of a model in one pass, eager or compiled.
+
+        hvp = HessianVectorProduct(model, lambda model, tokens, targets: model(tokens, targets)[1])
+        loss, gradients, products = hvp(vectors, tokens, targets)
+
+    `loss(model, *batch)` returns a scalar; `batch` are tensors. `vectors`, the result's gradients and products have one
+    tensor for each of `params`, in their order: by default the model's that require a gradient, tied ones once.
+
+    Compiled, `torch.autograd.grad` of `torch.autograd.grad` is traced with `make_fx` into one forward graph, which
+    `torch.compile` takes (double backward itself it refuses), once for each new shape of the batch. The traced graph is
+    exact: the same operations in the same dtypes, autocast included. `on_new_shape="eager"` answers shapes that `prepare`
+    has not seen eagerly instead of stopping to compile. A model that cannot be traced falls back to eager with one warning.
+
+    The trace holds what was true when it was made: the training flag, autocast, and flashbob's backend are part of
+    the cache's key. Random operations are Inductor's: dropout masks differ from eager ones. Buffers that the model
+    changes (batch normalization) are not written back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        *,
+        params: Iterable[Tensor] | None = None,
+        compile: bool = True,
+        on_new_shape: Literal["compile", "eager"] = "compile",
+        mode: str | None = None,
+    ) -> None:
+        if on_new_shape not in ("compile", "eager"):
+            raise ValueError(f"on_new_shape must be 'compile' or 'eager', got {on_new_shape!r}")
+        self.model = model
+        self.compile = compile
+        self.on_new_shape = on_new_shape
+        self.mode = mode  # torch.compile's: None, "reduce-overhead" (CUDA graphs), "max-autotune"
+        self._with_loss = _WithLoss(model, loss)
+        name_of: dict[Tensor, str] = {
+            p: f"model.{name}" for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.params = list(name_of if params is None else params)
+        check_parameters(self.params)
+        foreign = [index for index, p in enumerate(self.params) if p not in name_of]
+        if foreign:
+            raise ValueError(f"params[{foreign[0]}] is not a parameter of {type(model).__name__}")
+        self._names = [name_of[p] for p in self.params]
+        self._graphs: dict[tuple, Callable] = {}
+        self.trace_s: list[float] = []  # seconds of each trace
+        self.compile_s: list[float] = []  # seconds of each first call, which compiles
+
+    def __call__(
+        self, vectors: Sequence[Tensor], *batch: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """(loss, gradients, products), detached. Raises ValueError as `hessian_vector_product` does."""
+        check_vectors(self.params, vectors)
+        if self.compile:
+            key = self._key(batch)
+            if key not in self._graphs and self.on_new_shape == "compile":
+                self.prepare(vectors, *batch)
+            if key in self._graphs:
+                with torch.no_grad():
+                    outputs = self._graphs[key](*self._inputs(vectors, batch))
+                return _split(outputs, len(self.params))
+        return self._differentiate(self._with_loss(*batch), self.params, vectors)
+
+    def prepare(self, vectors: Sequence[Tensor], *batch: Tensor) -> None:
+        """Trace and compile for batches like this one."""
+        key = self._key(batch)
+        if not self.compile or key in self._graphs:
+            return
+        inputs = self._inputs(vectors, batch)
+        start = time.perf_counter()
+        try:
+            graph = make_fx(self._second_order)(*inputs)
+        except Exception as error:
+            warnings.warn(
+                f"Hessian-vector products of {type(self.model).__name__} run eagerly: it cannot be traced "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
+                stacklevel=3,
+            )
+            self.compile = False
+            return
+        self.trace_s.append(time.perf_counter() - start)
+        compiled = torch.compile(graph, dynamic=False, mode=self.mode)
+        start = time.perf_counter()
+        with torch.no_grad():
+            compiled(*inputs)
+        self.compile_s.append(time.perf_counter() - start)
+        self._graphs[key] = compiled
+
+    def _inputs(self, vectors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+        return [*self.params, *vectors, *batch]
+
+    def _second_order(self, *inputs: Tensor) -> list[Tensor]:
+        count = len(self.params)
+        params = [p.detach().requires_grad_() for p in inputs[:count]]
+        loss = torch.func.functional_call(
+            self._with_loss, dict(zip(self._names, params)), inputs[2 * count :]
+        )
+        loss, gradients, products = self._differentiate(loss, params, inputs[count : 2 * count])
+        return [loss, *gradients, *products]
+
+    def _differentiate(
+        self, loss: Tensor, params: Sequence[Tensor], vectors: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        # Autocast is for the forward pass: its choices are in the graph, and derivatives must not be rounded again.
+        with torch.autocast(self.params[0].device.type, enabled=False):
+            gradients, products = hessian_vector_product(loss, params, vectors)
+        return loss.detach(), gradients, products
+
+    def _key(self, batch: Sequence[Tensor]) -> tuple:
+        device = self.params[0].device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        like = tuple((x.shape, x.stride(), x.dtype, x.device) for x in batch)
+        return like, tuple(m.training for m in self.model.modules()), autocast, flashbob.get_backend()
+
+
+class _WithLoss(nn.Module):
+    """The loss as a module, so that `functional_call` can put other parameters into the model."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.loss(self.model, *batch)
+
+
+def _split(outputs: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    loss, *rest = outputs
+    return loss, rest[:count], rest[count:]
+
+
+def check_vectors(params: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `vectors` are like `params`, one by one."""
+    if len(vectors) != len(params):
+        raise ValueError(f"vectors must be one for each of the {len(params)} parameters, got {len(vectors)}")
+    for index, (vector, p) in enumerate(zip(vectors, params)):
+        if (vector.shape, vector.dtype, vector.device) != (p.shape, p.dtype, p.device):
+            raise ValueError(
+                f"vectors[{index}] must be like its parameter, {_describe(p)}, got {_describe(vector)}"
+            )
 
 
 def check_parameters(params: Sequence[Tensor]) -> None:

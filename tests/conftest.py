@@ -1,5 +1,11 @@
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it once, when it is imported: kernels then run on CPU tensors, in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):

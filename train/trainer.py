@@ -9,7 +9,6 @@ import fcntl
 import math
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 import flashbob
 from data import open_data
-from optim import HutchinsonEstimator, SophiaH, build_adamw, parameter_groups
+from optim import HessianVectorProduct, HutchinsonEstimator, SophiaH, build_adamw, parameter_groups
 from train import checkpoint, distributed, metrics
 from train.config import Config, ConfigError, SophiaConfig, flatten, may_change_on_resume, public_dict
 from train.model import GPT, GPTConfig, attention_function
@@ -59,15 +58,21 @@ class Trainer:
             self.model = GPT(model_config, attention_function(config.attention.backend)).to(dtype)
         torch.manual_seed(config.seed + 1 + self.world.rank)  # dropout differs between ranks
 
-        # What an ordinary step runs. A Hessian step differentiates twice, which a compiled module refuses.
+        # What an ordinary step runs, and what a Hessian step does: a compiled module cannot be differentiated twice.
         self.ordinary_model = torch.compile(self.model) if config.train.compile else self.model
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self._build_optimizer()
-        self.estimator = None
+        self.estimator = self.second_order = None
         if isinstance(self.optimizer, SophiaH):
             assert isinstance(config.optim, SophiaConfig)
             self.estimator = HutchinsonEstimator(
                 self.optimizer.hessian_parameters, seed=config.seed, distribution=config.optim.probe
+            )
+            self.second_order = HessianVectorProduct(
+                self.model,
+                lambda model, tokens, targets: model(tokens, targets)[1],
+                params=self.optimizer.hessian_parameters,
+                compile=config.train.compile,
             )
 
         train = config.train
@@ -219,37 +224,36 @@ class Trainer:
         self.model.train()
 
         if hessian_rounds:
-            assert self.estimator is not None
+            assert self.estimator is not None and self.second_order is not None
             self._synchronize()
             start = time.perf_counter()
             for round in range(hessian_rounds):
-                _, loss = self._forward(self.model, round)
                 micro_batch = round * self.world.size + self.world.rank
-                gradients = self.estimator.accumulate(loss, step=self.step, micro_batch=micro_batch)
+                probes = self.estimator.probes(step=self.step, micro_batch=micro_batch)
+                with self._autocast():
+                    loss, gradients, products = self.second_order(probes, *self._batch(round))
+                self.estimator.add(probes, products)
                 if shared:
-                    loss_sum += loss.detach()
+                    loss_sum += loss
                     self._add_gradients(gradients)
             estimate = self.estimator.reduce()
             self._synchronize()
             row["hessian/event_s"] = time.perf_counter() - start
 
         for round in range(hessian_rounds if shared else 0, self.rounds):
-            _, loss = self._forward(self.ordinary_model, round)
+            with self._autocast():
+                _, loss = self.ordinary_model(*self._batch(round))
             (loss / self.rounds).backward()
             loss_sum += loss.detach()
         distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
         return loss_sum, estimate
 
-    def _forward(self, model: Callable, round: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, round: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of this rank's micro-batch in an accumulation round."""
         size = self.config.train.micro_batch_size
-        micro_batch = (
-            (self.step - 1) * self.rounds * self.world.size + round * self.world.size + self.world.rank
-        )
+        micro_batch = ((self.step - 1) * self.rounds + round) * self.world.size + self.world.rank
         tokens, targets = self.data.train_batch(micro_batch * size, size)
-        with self._autocast():
-            return model(
-                tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-            )
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _add_gradients(self, gradients: list[Tensor]) -> None:
         assert isinstance(self.optimizer, SophiaH)

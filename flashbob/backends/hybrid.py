@@ -1,4 +1,4 @@
-"""Baseline: a fused forward and first backward, and PyTorch's double backward of math attention for the second.
+"""Baseline: a fast forward and first backward, and PyTorch's double backward of math attention for the second.
 
 The arrangement that a PyTorch user can reach by hand (the paper's matched hybrid): the attention is recomputed with N×N
 tensors inside the second backward. `torch.func.vjp` does it, since `autograd.grad` cannot run inside an operator.
@@ -9,10 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import math
-from .tiled import backward, forward
+from . import math, tiled
 
-__all__ = ["backward", "backward_backward", "forward"]
+
+def _fast(q: Tensor) -> Any:
+    if not q.is_cuda:
+        return tiled
+    from . import triton
+
+    return triton
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """As `triton` on CUDA, as `tiled` on a CPU."""
+    return _fast(q).forward(q, k, v, **options)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `triton` on CUDA, as `tiled` on a CPU."""
+    return _fast(q).backward(do, q, k, v, o, lse, **options)
 
 
 def backward_backward(

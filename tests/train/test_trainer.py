@@ -423,7 +423,8 @@ def test_a_hessian_estimate_that_is_not_finite(gradient, tmp_path, monkeypatch):
 def test_a_compiled_model_trains_alike(tmp_path):
     for compile in ("false", "true"):
         train(
-            *SMALL, *SOPHIA, "train.precision=fp32", "train.max_steps=6", f"train.compile={compile}", f"run.dir=compile-{compile}",
+            *SMALL, *SOPHIA, "train.precision=fp32", "train.max_steps=6",
+            f"train.compile={compile}", f"run.dir=compile-{compile}",
             cwd=tmp_path,
         )  # fmt: skip
     assert series(tmp_path / "compile-true", "train/loss") == pytest.approx(
