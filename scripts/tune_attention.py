@@ -25,22 +25,29 @@ B, H = 4, 12
 
 
 def candidates(pass_name: str, head_dim: int) -> list[tuple]:
-    """(rows, keys, warps, stages, largest number of registers) that registers may hold: fp32 sums and score tiles."""
+    """(rows, keys, warps, stages, largest number of registers, operands in registers) of what registers may hold."""
     by_keys = pass_name in ("column_pass", "backward_keys")
     sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}[pass_name]
     scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}[
         pass_name
     ]
     found = []
-    for held, streamed, warps, stages, maxnreg in itertools.product(
-        (64, 128), (16, 32, 64, 128), (4, 8, 16), (2, 3, 4), (None, 168, 128)
+    operands = {"row_pass": 3, "column_pass": 4}.get(pass_name, 0)
+    for held, streamed, warps, stages, maxnreg, in_registers in itertools.product(
+        (64, 128), (16, 32, 64, 128), (4, 8), (2, 3), (None, 168), (False, True) if operands else (False,)
     ):
         if maxnreg == 168 and warps > 4:  # brings no further program onto the SM
             continue
+        if (
+            held < 16 * warps
+        ):  # warpgroups that share rows exchange operands through shared memory: much slower
+            continue
         registers = held * (sums * head_dim + scores * streamed) / (32 * warps)
+        if in_registers:
+            registers += held * operands * head_dim / (64 * warps)
         if 64 <= registers <= min(260, 1.4 * (maxnreg or 255)) and (maxnreg or 255) * 32 * warps <= 65536:
             tile = (held, streamed) if not by_keys else (streamed, held)
-            found.append((*tile, warps, stages, maxnreg))
+            found.append((*tile, warps, stages, maxnreg, in_registers))
     return found
 
 
@@ -88,16 +95,19 @@ def compile_tile(
 
 
 def median_ms(launch: Callable[[], Any], repeats: int = 7) -> float:
+    """Milliseconds of one call, launched ahead of the GPU: each sample is several calls in a row."""
     launch()
     torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the calls are queued
         start.record()
-        launch()
+        for _ in range(4):
+            launch()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / 4)
     return statistics.median(times)
 
 
@@ -111,7 +121,7 @@ def main() -> None:
     parser.add_argument("--noncausal", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument(
-        "--tiles", nargs="+", help="only these, as rows,keys,warps,stages,registers (0: no limit)"
+        "--tiles", nargs="+", help="only these, as rows,keys,warps,stages,registers,held (0: no)"
     )
     parser.add_argument(
         "--seconds", type=float, default=240, help="stop compiling after this long (default 240)"

@@ -22,6 +22,7 @@ from .common import (
     LOG2E,
     Problem,
     head_pointer,
+    in_registers,
     keep_mask,
     load_padding,
     load_tile,
@@ -91,7 +92,20 @@ def _row_tile(
     delta = tl.load(row_vectors + vector_stride)
     e0 = tl.load(row_vectors + 3 * vector_stride)  # α D + E
 
+    # All score products first: they are in flight together while the first of them is worked on.
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if HAS_U_Q:
+        u_q = load_tile(u_q_head, u_q_strides, u_q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        f = tl.dot(k, tl.trans(u_q), input_precision=PRECISION)
+        if HAS_U_K:
+            f = tl.dot(u_k, tl.trans(q), f, input_precision=PRECISION)
+    elif HAS_U_K:
+        f = tl.dot(u_k, tl.trans(q), input_precision=PRECISION)
+    if HAS_F:
+        a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
+    if HAS_U_V:
+        c = tl.dot(u_v, tl.trans(do), input_precision=PRECISION)
+
     p = tl.math.exp2(s * (scale * LOG2E) - lse2[None, :])  # P = exp(S − L)
     if MASKED and CAUSAL:
         rows = m0 + tl.arange(0, BLOCK_M)[None, :]
@@ -104,20 +118,11 @@ def _row_tile(
 
     if HAS_F:
         alpha = tl.load(row_vectors + 2 * vector_stride)
-        if HAS_U_Q:
-            u_q = load_tile(u_q_head, u_q_strides, u_q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-            f = tl.dot(k, tl.trans(u_q), input_precision=PRECISION)
-            if HAS_U_K:
-                f = tl.dot(u_k, tl.trans(q), f, input_precision=PRECISION)
-        else:
-            f = tl.dot(u_k, tl.trans(q), input_precision=PRECISION)
         h = f * scale - alpha[None, :]  # h = F − α
         ph = p * h
         if DROPOUT:
             ph = tl.where(keep, ph * keep_scale, 0.0)
         v_sum = tl.dot(ph.to(dtype), do, v_sum, input_precision=PRECISION)
-
-        a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
         if DROPOUT:
             a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
         centered = a - delta[None, :]
@@ -125,7 +130,6 @@ def _row_tile(
         if HAS_U_Q:
             k_sum = tl.dot((p * centered).to(dtype), u_q, k_sum, input_precision=PRECISION)
     if HAS_U_V:
-        c = tl.dot(u_v, tl.trans(do), input_precision=PRECISION)
         if DROPOUT:
             c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
         if HAS_F:
@@ -172,6 +176,7 @@ def _column_pass(
     N_k,
     num_heads,
     section,
+    one,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
@@ -185,6 +190,7 @@ def _column_pass(
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     num_blocks = tl.cdiv(N_k, BLOCK_N)
     # Under a causal mask the first keys are seen by most rows, and block 0 is first already.
@@ -219,6 +225,13 @@ def _column_pass(
     if DROPOUT:
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
     vector_stride = tl.cast(vector_stride, tl.int64)
+    if IN_REGISTERS:
+        k = in_registers(k, one)
+        v = in_registers(v, one)
+        if HAS_U_K:
+            u_k = in_registers(u_k, one)
+        if HAS_U_V:
+            u_v = in_registers(u_v, one)
 
     k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     v_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -291,7 +304,7 @@ def column_pass(
             q, k, v, do, u_q, u_k, u_v, grad_k, grad_v, vectors,
             *map(strides_of, tensors),
             vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
+            num_heads=num_heads, section=problem.section(streamed, num_heads), one=1.0,
             HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None,
             **problem.arguments(tensors), **tile,
         )  # fmt: skip

@@ -25,6 +25,7 @@ from .common import (
     LOG2E,
     Problem,
     head_pointer,
+    in_registers,
     keep_mask,
     key_range,
     load_padding,
@@ -100,8 +101,23 @@ def _key_tile(
     dtype = q.dtype
     k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
     v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    if HAS_U_K:
+        u_k = load_tile(u_k_head, u_k_strides, u_k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    if HAS_U_V:
+        u_v = load_tile(u_v_head, u_v_strides, u_v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
 
+    # All score products first: they are in flight together while the first of them is worked on.
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    a = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # dP
+    if HAS_U_Q:
+        f = tl.dot(u_q, tl.trans(k), input_precision=PRECISION)
+        if HAS_U_K:
+            f = tl.dot(q, tl.trans(u_k), f, input_precision=PRECISION)
+    elif HAS_U_K:
+        f = tl.dot(q, tl.trans(u_k), input_precision=PRECISION)
+    if HAS_U_V:
+        c = tl.dot(do, tl.trans(u_v), input_precision=PRECISION)
+
     p = tl.math.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
     if MASKED:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
@@ -109,48 +125,34 @@ def _key_tile(
         p = tl.where(visible(rows, keys, N_q, N_k, window, CAUSAL, WINDOW), p, 0.0)
     if PADDING:
         p = tl.where(load_padding(padding, padding_strides, batch, n0, N_k, BLOCK_N)[None, :], p, 0.0)
-
-    a = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # dP
+    pg = p
     if DROPOUT:
         keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, False)
         a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
-    centered = a - delta[:, None]
-
-    if HAS_F:
-        if HAS_U_Q:
-            f = tl.dot(u_q, tl.trans(k), input_precision=PRECISION)
-        if HAS_U_K:
-            u_k = load_tile(u_k_head, u_k_strides, u_k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-            if HAS_U_Q:
-                f = tl.dot(q, tl.trans(u_k), f, input_precision=PRECISION)
-            else:
-                f = tl.dot(q, tl.trans(u_k), input_precision=PRECISION)
-        f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
-        p_tilde = f * centered
-    if HAS_U_V:
-        u_v = load_tile(u_v_head, u_v_strides, u_v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-        c = tl.dot(do, tl.trans(u_v), input_precision=PRECISION)
-        pg = p
-        if DROPOUT:
+        pg = tl.where(keep, p * keep_scale, 0.0)
+        if HAS_U_V:
             c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
-            pg = tl.where(keep, p * keep_scale, 0.0)
+    b = tl.dot(p.to(dtype), k, b, input_precision=PRECISION)
+    if HAS_U_V:
         do_sum = tl.dot(pg.to(dtype), u_v, do_sum, input_precision=PRECISION)
-        if HAS_F:
-            p_tilde = p_tilde + c  # P̃° = C + F ⊙ (A − D)
-        else:
-            p_tilde = c
+    centered = a - delta[:, None]
+    if HAS_U_K:
+        omega = tl.dot((p * centered).to(dtype), u_k, omega, input_precision=PRECISION)
     if HAS_F:
+        f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
         pf = p * f
         alpha += tl.sum(pf, 1)
         if DROPOUT:
             pf = tl.where(keep, pf * keep_scale, 0.0)
         do_sum = tl.dot(pf.to(dtype), v, do_sum, input_precision=PRECISION)
+        p_tilde = f * centered  # P̃° = C + F ⊙ (A − D)
+        if HAS_U_V:
+            p_tilde = p_tilde + c
+    else:
+        p_tilde = c
     p_p_tilde = p * p_tilde
     e0 += tl.sum(p_p_tilde, 1)
     omega = tl.dot(p_p_tilde.to(dtype), k, omega, input_precision=PRECISION)
-    if HAS_U_K:
-        omega = tl.dot((p * centered).to(dtype), u_k, omega, input_precision=PRECISION)
-    b = tl.dot(p.to(dtype), k, b, input_precision=PRECISION)
     if HAS_F:
         if not USE_DQ:
             r = tl.dot((p * a).to(dtype), k, r, input_precision=PRECISION)
@@ -198,6 +200,7 @@ def _row_pass(
     N_k,
     num_heads,
     section,
+    one,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
@@ -212,6 +215,7 @@ def _row_pass(
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     HAS_F: tl.constexpr = HAS_U_Q or HAS_U_K
     num_blocks = padded_rows // BLOCK_M
@@ -251,6 +255,12 @@ def _row_pass(
     seed_value, seed_offset = 0, 0
     if DROPOUT:
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
+
+    if IN_REGISTERS:
+        q = in_registers(q, one)
+        do = in_registers(do, one)
+        if HAS_U_Q:
+            u_q = in_registers(u_q, one)
 
     # L = +inf beyond the last row: P is 0 there.
     lse_pointers = lse_ptr + tl.cast(batch_head, tl.int64) * N_q + rows
@@ -359,7 +369,7 @@ def row_pass(
             q, k, v, do, o, lse.contiguous(), dq, u_q, u_k, u_v, grad_q, grad_do, vectors,
             *map(strides_of, tensors),
             vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
+            num_heads=num_heads, section=problem.section(streamed, num_heads), one=1.0,
             HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None, USE_DQ=dq is not None,
             **problem.arguments(tensors), **tile,
         )  # fmt: skip

@@ -20,6 +20,7 @@ def _entry(
     num_warps: int,
     num_stages: int,
     maxnreg: int | None = None,
+    in_registers: bool = False,
     *,
     measured: bool = False,
 ) -> dict:
@@ -29,6 +30,7 @@ def _entry(
         "num_warps": num_warps,
         "num_stages": num_stages,
         "maxnreg": maxnreg,  # registers a thread, where fewer than the compiler takes let more programs share an SM
+        "IN_REGISTERS": in_registers,  # row and column pass: the operands that serve the whole loop
         "measured": measured,
     }
 
@@ -78,11 +80,17 @@ _FORCED: dict[str, dict] = {}
 
 @contextlib.contextmanager
 def forced(
-    pass_name: str, block_m: int, block_n: int, num_warps: int, num_stages: int, maxnreg: int | None = None
+    pass_name: str,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    maxnreg: int | None = None,
+    in_registers: bool = False,
 ) -> Iterator[None]:
     """Within the block, launch `pass_name` with these tiles whatever the table says: for searches and tests."""
     before = dict(_FORCED)
-    _FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages, maxnreg)
+    _FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages, maxnreg, in_registers)
     tiles.cache_clear()
     try:
         yield
@@ -94,7 +102,7 @@ def forced(
 
 @functools.lru_cache(maxsize=1024)
 def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """{BLOCK_M, BLOCK_N, num_warps, num_stages, and maxnreg if it is limited} for a pass, one of the names in the table."""
+    """What `_entry` holds of a pass, one of the names in the table, as arguments of its launch."""
     if pass_name in _FORCED:
         entry = _FORCED[pass_name]
     elif INTERPRETED:
@@ -105,7 +113,8 @@ def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.devic
         entry = _smallest(served, head_dim, dtype.itemsize) or _smallest(_FALLBACK, head_dim, dtype.itemsize)
         if entry is None:
             raise ValueError(f"no tiles for head dimension {head_dim} and {dtype}")
-    return {name: value for name, value in entry.items() if name != "measured" and value is not None}
+    unused = {"measured"} if pass_name in ("row_pass", "column_pass") else {"measured", "IN_REGISTERS"}
+    return {name: value for name, value in entry.items() if name not in unused and value is not None}
 
 
 def _smallest(entries: dict[tuple[int, int], dict], head_dim: int, itemsize: int) -> dict | None:
