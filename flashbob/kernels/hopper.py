@@ -44,6 +44,11 @@ def _fetch(desc, batch, head, start, barrier, buffer, pred):
 
 
 @gluon.jit
+def _fetch_vectors(desc, batch_head, start, barrier, buffer, pred):
+    tma.async_copy_global_to_shared(desc, [0, batch_head, start], barrier, buffer, pred=pred)
+
+
+@gluon.jit
 def _next_tile(start, head, first, end, BLOCK: gl.constexpr):
     """The tile after this one: the next BLOCK rows, or the first ones of the next head."""
     start += BLOCK
@@ -60,13 +65,11 @@ def _column_pass(
     v_desc,
     u_k_desc,
     u_v_desc,
+    vectors_desc,
     grad_k_ptr,
     grad_v_ptr,
-    vectors_ptr,
     grad_k_strides,
     grad_v_strides,
-    vector_stride,
-    padded_rows,
     scale,
     H,
     GROUP,
@@ -80,6 +83,7 @@ def _column_pass(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    AHEAD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -109,7 +113,9 @@ def _column_pass(
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
     u_q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], u_q_desc.layout)
+    vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 1, BLOCK_M], vectors_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    TILE_BYTES: gl.constexpr = 3 * BLOCK_M * HEAD_DIM * 2 + 4 * BLOCK_M * 4
     for i in gl.static_range(STAGES + 1):
         mbarrier.init(barriers.index(i), count=1)
 
@@ -123,10 +129,11 @@ def _column_pass(
     next_m0, next_head = lo, kv_head * GROUP
     for i in gl.static_range(STAGES - 1):
         pred = i < total
-        mbarrier.expect(barriers.index(i), 3 * BLOCK_M * HEAD_DIM * 2, pred=pred)
+        mbarrier.expect(barriers.index(i), TILE_BYTES, pred=pred)
         _fetch(q_desc, batch, next_head, next_m0, barriers.index(i), q_ring.index(i), pred)
         _fetch(do_desc, batch, next_head, next_m0, barriers.index(i), do_ring.index(i), pred)
         _fetch(u_q_desc, batch, next_head, next_m0, barriers.index(i), u_q_ring.index(i), pred)
+        _fetch_vectors(vectors_desc, batch * H + next_head, next_m0, barriers.index(i), vectors_ring.index(i), pred)
         next_m0, next_head = _next_tile(next_m0, next_head, lo, N_q, BLOCK_M)
     slot = STAGES - 1 + 0 * total
 
@@ -147,60 +154,71 @@ def _column_pass(
 
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
-    vector_stride = vector_stride.to(gl.int64)
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
     k_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
     v_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
 
-    m0, head = lo, kv_head * GROUP
+    m0 = lo
     stage, phase = 0 * total, 0 * total
+    s = nothing
+    if AHEAD:
+        mbarrier.wait(barriers.index(0), 0, pred=total > 0)
+        s = warpgroup_mma(k, q_ring.index(0).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]), s, use_acc=False)
     for it in range(total):
-        vectors = vectors_ptr + (batch * H + head).to(gl.int64) * padded_rows + m0 + columns
-        lse2 = gl.load(vectors)
-        delta = gl.load(vectors + vector_stride)
-        mbarrier.wait(barriers.index(stage), phase)
+        if not AHEAD:
+            mbarrier.wait(barriers.index(stage), phase)
         q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
         do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
         u_q = u_q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        s = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        vectors = vectors_ring.index(stage).reshape([4, BLOCK_M])  # log2(e) L, D, α, α D + E
+        if not AHEAD:
+            s = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
         f = warpgroup_mma(k, u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         f = warpgroup_mma(u_k, q.permute([1, 0]), f, is_async=True)
         c = warpgroup_mma(u_v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
-        s = warpgroup_mma_wait(4, deps=[s])
-        alpha = gl.load(vectors + 2 * vector_stride)
-        e0 = gl.load(vectors + 3 * vector_stride)  # α D + E
+        if not AHEAD:
+            s = warpgroup_mma_wait(4, deps=[s])
         gl.thread_barrier()  # every warp is done with the tile before: its slot can be filled
         pred = it + STAGES - 1 < total
         bar = barriers.index(slot)
-        mbarrier.expect(bar, 3 * BLOCK_M * HEAD_DIM * 2, pred=pred)
+        mbarrier.expect(bar, TILE_BYTES, pred=pred)
         _fetch(q_desc, batch, next_head, next_m0, bar, q_ring.index(slot), pred)
         _fetch(do_desc, batch, next_head, next_m0, bar, do_ring.index(slot), pred)
         _fetch(u_q_desc, batch, next_head, next_m0, bar, u_q_ring.index(slot), pred)
+        _fetch_vectors(vectors_desc, batch * H + next_head, next_m0, bar, vectors_ring.index(slot), pred)
         next_m0, next_head = _next_tile(next_m0, next_head, lo, N_q, BLOCK_M)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
-        p = gl.exp2(s * (scale * LOG2E) - lse2[None, :])  # P = exp(S − L)
+        p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
         if CAUSAL:
             if m0 < full_begin:
                 p = gl.where(m0 + columns[None, :] + (N_k - N_q) >= keys[:, None], p, 0.0)
         a = warpgroup_mma_wait(3, deps=[a])
-        centered = a - delta[None, :]
+        centered = a - vectors.slice(1, 1).load(SCORES)
         pc = gl.convert_layout((p * centered).to(dtype), OPERAND)
         k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
         f = warpgroup_mma_wait(2, deps=[f])
-        h = f * scale - alpha[None, :]  # h = F − α
+        h = f * scale - vectors.slice(2, 1).load(SCORES)  # h = F − α
         ph = gl.convert_layout((p * h).to(dtype), OPERAND)
         v_sum = warpgroup_mma(ph, do, v_sum, is_async=True)  # (P ⊙ h)ᵀ dO
         c = warpgroup_mma_wait(2, deps=[c])
-        ps = gl.convert_layout((p * (h * centered + (c - e0[None, :]))).to(dtype), OPERAND)  # S̃ = P ⊙ (P̃ − E)
-        k_sum = warpgroup_mma(ps, q, k_sum, is_async=True)  # S̃ᵀ Q
-        # Sums in flight across the loop's edge would make ptxas serialize every product.
-        k_sum, v_sum = warpgroup_mma_wait(0, deps=[k_sum, v_sum])
-        m0, head = _next_tile(m0, head, lo, N_q, BLOCK_M)
+        ps = gl.convert_layout((p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype), OPERAND)  # S̃ = P ⊙ (P̃ − E)
         phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        m0 = gl.where(m0 + BLOCK_M >= N_q, lo, m0 + BLOCK_M)
+        k_sum = warpgroup_mma(ps, q, k_sum, is_async=True)  # S̃ᵀ Q
+        # Sums in flight across the loop's edge would make ptxas serialize every product.
+        if AHEAD:
+            # The next tile's first product runs in the shadow of this one's last.
+            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+            s = warpgroup_mma(
+                k, q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False, is_async=True
+            )
+            k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
+        else:
+            k_sum, v_sum = warpgroup_mma_wait(0, deps=[k_sum, v_sum])
 
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(barriers.index(i))
@@ -238,7 +256,7 @@ def column_pass(
     with torch.cuda.device_of(q):
         _column_pass[grid](
             *(_descriptor(x, block_m) for x in (q, do, u_q)), *(_descriptor(x, block_n) for x in (k, v, u_k, u_v)),
-            grad_k, grad_v, vectors, grad_k.stride(), grad_v.stride(), vectors.stride(0), problem.padded_rows,
+            _vectors_descriptor(vectors, block_m), grad_k, grad_v, grad_k.stride(), grad_v.stride(),
             scale=problem.scale, H=problem.heads, GROUP=group, N_q=problem.num_rows, N_k=problem.num_keys,
             num_heads=num_heads, section=problem.section(streamed, num_heads),
             CAUSAL=problem.is_causal, HEAD_DIM=problem.head_dim, **tile,
@@ -281,6 +299,7 @@ def _row_pass(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    AHEAD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -361,20 +380,27 @@ def _row_pass(
     do_sum = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
 
     stage, phase = 0 * total, 0 * total
+    s = nothing
+    if AHEAD:
+        mbarrier.wait(barriers.index(0), 0, pred=total > 0)
+        s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), s, use_acc=False)
     for it in range(total):
         n0 = it * BLOCK_N
-        mbarrier.wait(barriers.index(stage), phase)
+        if not AHEAD:
+            mbarrier.wait(barriers.index(stage), phase)
         k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         v = v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         u_k = u_k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         u_v = u_v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        s = warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        if not AHEAD:
+            s = warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
         a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
         f = warpgroup_mma(u_q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
         f = warpgroup_mma(q, u_k.permute([1, 0]), f, is_async=True)
         c = warpgroup_mma(do, u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
-        s = warpgroup_mma_wait(4, deps=[s])
+        if not AHEAD:
+            s = warpgroup_mma_wait(4, deps=[s])
         gl.thread_barrier()  # every warp is done with the tile before: its slot can be filled
         next_n0 = n0 + (STAGES - 1) * BLOCK_N
         pred = next_n0 < hi
@@ -409,10 +435,17 @@ def _row_pass(
         ps = p * (f * centered + c)  # P ⊙ P̃°
         e0 += gl.sum(ps, 1)
         ps = gl.convert_layout(ps.to(dtype), OPERAND)
-        omega = warpgroup_mma(ps, k, omega, is_async=True)  # (P ⊙ P̃°) K
-        b, do_sum, omega = warpgroup_mma_wait(0, deps=[b, do_sum, omega])
         phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        omega = warpgroup_mma(ps, k, omega, is_async=True)  # (P ⊙ P̃°) K
+        if AHEAD:
+            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+            s = warpgroup_mma(
+                q, k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False, is_async=True
+            )
+            b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
+        else:
+            b, do_sum, omega = warpgroup_mma_wait(0, deps=[b, do_sum, omega])
 
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(barriers.index(i))
@@ -483,6 +516,13 @@ def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     shape = [1, 1, block, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(shape, element)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, layout)
+
+
+def _vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
+    """TMA's view of the row vectors [4, B·H, padded rows], all four of `block` rows at a time."""
+    shape = [4, 1, block]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
+    return TensorDescriptor(vectors, list(vectors.shape), list(vectors.stride()), shape, layout)
 
 
 def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
