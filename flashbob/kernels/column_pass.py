@@ -10,7 +10,7 @@ Source: FlashBoB (arXiv 2609.24089), section 4.
 """
 
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from .common import (
     LOG2E,
     Problem,
     head_pointer,
+    hopper,
     in_registers,
     keep_mask,
     load_padding,
@@ -33,7 +34,7 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .tuning import tiles
+from .tuning import FORCED, hopper_tile, tiles
 
 
 @triton.jit
@@ -292,6 +293,10 @@ def column_pass(
     vectors: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(K̃ like k, Ṽ like v). `vectors` are the row pass's, of the same call."""
+    own = None if "column_pass" in FORCED else hopper(q.device)
+    if own is not None and own.able(problem, (q, k, v, do, u_q, u_k, u_v)):
+        tile = hopper_tile("column_pass", problem.head_dim)
+        return own.column_pass(problem, u_q, u_k, u_v, do, q, k, v, vectors, tile=tile)
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
     tensors = (q, k, v, do, u_q, u_k, u_v, grad_k, grad_v)
     tile = tiles("column_pass", problem.head_dim, problem.dtype, problem.device)

@@ -8,8 +8,11 @@ rounded up to a power of two; the columns beyond HEAD_DIM are read as 0.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import functools
 import math
+import warnings
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -357,6 +360,22 @@ class Problem:
 
 # Arguments whose value must not enter a kernel's specialization: a new length would compile a new kernel.
 DO_NOT_SPECIALIZE = ["threshold", "window", "N_q", "N_k", "num_heads", "section"]
+
+
+@functools.cache
+def hopper(device: torch.device) -> ModuleType | None:
+    """The module of Hopper's own kernels where `device` is one, None elsewhere; without Gluon None after a warning."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from . import hopper
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: names move
+        warnings.warn(
+            f"flashbob's kernels for Hopper do not fit triton {triton.__version__} ({error}); slower ones run",
+            stacklevel=2,
+        )
+        return None
+    return hopper
 
 
 def check_device(device: torch.device) -> None:

@@ -5,10 +5,11 @@ a warpgroup issues all score products of a tile, works on the first while the ot
 soon as its operand is ready; tiles arrive by TMA, ordered ahead of time. Formulas and results are those of
 row_pass.py and column_pass.py, which serve everything that `able` refuses.
 
-Written for Gluon as of triton 3.6.
+Runs with Gluon of triton 3.6; compiled for sm_90 with that of 3.9 too.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -25,6 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .common import DO_NOT_SPECIALIZE, Problem
 
+# Their names in triton 3.9, and in 3.6.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -40,12 +44,12 @@ def _program_block(num_blocks, num_heads, section):
 
 @gluon.jit
 def _fetch(desc, batch, head, start, barrier, buffer, pred):
-    tma.async_copy_global_to_shared(desc, [batch, head, start, 0], barrier, buffer, pred=pred)
+    async_load(desc, [batch, head, start, 0], barrier, buffer, pred=pred)
 
 
 @gluon.jit
 def _fetch_vectors(desc, batch_head, start, barrier, buffer, pred):
-    tma.async_copy_global_to_shared(desc, [0, batch_head, start], barrier, buffer, pred=pred)
+    async_load(desc, [0, batch_head, start], barrier, buffer, pred=pred)
 
 
 @gluon.jit
@@ -133,7 +137,9 @@ def _column_pass(
         _fetch(q_desc, batch, next_head, next_m0, barriers.index(i), q_ring.index(i), pred)
         _fetch(do_desc, batch, next_head, next_m0, barriers.index(i), do_ring.index(i), pred)
         _fetch(u_q_desc, batch, next_head, next_m0, barriers.index(i), u_q_ring.index(i), pred)
-        _fetch_vectors(vectors_desc, batch * H + next_head, next_m0, barriers.index(i), vectors_ring.index(i), pred)
+        _fetch_vectors(
+            vectors_desc, batch * H + next_head, next_m0, barriers.index(i), vectors_ring.index(i), pred
+        )
         next_m0, next_head = _next_tile(next_m0, next_head, lo, N_q, BLOCK_M)
     slot = STAGES - 1 + 0 * total
 
@@ -180,7 +186,7 @@ def _column_pass(
 
         if not AHEAD:
             s = warpgroup_mma_wait(4, deps=[s])
-        gl.thread_barrier()  # every warp is done with the tile before: its slot can be filled
+        thread_barrier()  # every warp is done with the tile before: its slot can be filled
         pred = it + STAGES - 1 < total
         bar = barriers.index(slot)
         mbarrier.expect(bar, TILE_BYTES, pred=pred)
@@ -204,7 +210,9 @@ def _column_pass(
         ph = gl.convert_layout((p * h).to(dtype), OPERAND)
         v_sum = warpgroup_mma(ph, do, v_sum, is_async=True)  # (P ⊙ h)ᵀ dO
         c = warpgroup_mma_wait(2, deps=[c])
-        ps = gl.convert_layout((p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype), OPERAND)  # S̃ = P ⊙ (P̃ − E)
+        ps = gl.convert_layout(
+            (p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype), OPERAND
+        )  # S̃ = P ⊙ (P̃ − E)
         phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         m0 = gl.where(m0 + BLOCK_M >= N_q, lo, m0 + BLOCK_M)
@@ -214,7 +222,11 @@ def _column_pass(
             # The next tile's first product runs in the shadow of this one's last.
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
             s = warpgroup_mma(
-                k, q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False, is_async=True
+                k,
+                q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]),
+                nothing,
+                use_acc=False,
+                is_async=True,
             )
             k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
         else:
@@ -227,10 +239,16 @@ def _column_pass(
     mask = (n0 + rows < N_k)[:, None]
     grad_k = grad_k_ptr + batch.to(gl.int64) * grad_k_strides[0] + kv_head.to(gl.int64) * grad_k_strides[1]
     grad_k += n0.to(gl.int64) * grad_k_strides[2]
-    gl.store(grad_k + rows[:, None] * grad_k_strides[2] + dims[None, :] * grad_k_strides[3], (k_sum * scale).to(dtype), mask)
+    gl.store(
+        grad_k + rows[:, None] * grad_k_strides[2] + dims[None, :] * grad_k_strides[3],
+        (k_sum * scale).to(dtype),
+        mask,
+    )
     grad_v = grad_v_ptr + batch.to(gl.int64) * grad_v_strides[0] + kv_head.to(gl.int64) * grad_v_strides[1]
     grad_v += n0.to(gl.int64) * grad_v_strides[2]
-    gl.store(grad_v + rows[:, None] * grad_v_strides[2] + dims[None, :] * grad_v_strides[3], v_sum.to(dtype), mask)
+    gl.store(
+        grad_v + rows[:, None] * grad_v_strides[2] + dims[None, :] * grad_v_strides[3], v_sum.to(dtype), mask
+    )
 
 
 def column_pass(
@@ -262,6 +280,7 @@ def column_pass(
             CAUSAL=problem.is_causal, HEAD_DIM=problem.head_dim, **tile,
         )  # fmt: skip
     return grad_k, grad_v
+
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _row_pass(
@@ -401,7 +420,7 @@ def _row_pass(
 
         if not AHEAD:
             s = warpgroup_mma_wait(4, deps=[s])
-        gl.thread_barrier()  # every warp is done with the tile before: its slot can be filled
+        thread_barrier()  # every warp is done with the tile before: its slot can be filled
         next_n0 = n0 + (STAGES - 1) * BLOCK_N
         pred = next_n0 < hi
         bar = barriers.index(slot)
@@ -441,7 +460,11 @@ def _row_pass(
         if AHEAD:
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
             s = warpgroup_mma(
-                q, k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False, is_async=True
+                q,
+                k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]),
+                nothing,
+                use_acc=False,
+                is_async=True,
             )
             b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
         else:
@@ -460,10 +483,14 @@ def _row_pass(
     e0 = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
     dq = gl.load(_tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims), exists, 0.0)
     grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
-    gl.store(_tile_pointers(grad_q_ptr, grad_q_strides, batch, head, out_rows, dims), grad_q.to(dtype), exists)
+    gl.store(
+        _tile_pointers(grad_q_ptr, grad_q_strides, batch, head, out_rows, dims), grad_q.to(dtype), exists
+    )
     o_tile = gl.load(_tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
     grad_do = do_sum - alpha * o_tile.to(gl.float32)  # dÕ = dÕ° − α O
-    gl.store(_tile_pointers(grad_do_ptr, grad_do_strides, batch, head, out_rows, dims), grad_do.to(dtype), exists)
+    gl.store(
+        _tile_pointers(grad_do_ptr, grad_do_strides, batch, head, out_rows, dims), grad_do.to(dtype), exists
+    )
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from .common import (
     LOG2E,
     Problem,
     head_pointer,
+    hopper,
     in_registers,
     keep_mask,
     key_range,
@@ -36,7 +37,7 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .tuning import tiles
+from .tuning import FORCED, hopper_tile, tiles
 
 # Row vectors that the column pass reads: log2(e)·L, D, α, α D + E.
 NUM_VECTORS = 4
@@ -356,6 +357,10 @@ def row_pass(
     All tensors but `lse` [B, H, N_q] are [B, H or H_kv, N, d]. At least one of u_q, u_k, u_v is given.
     Without `dq` the paper's form runs, which computes R in its place.
     """
+    own = None if "row_pass" in FORCED else hopper(q.device)
+    if own is not None and own.able(problem, (q, k, v, do, dq, u_q, u_k, u_v)):
+        tile = hopper_tile("row_pass", problem.head_dim)
+        return own.row_pass(problem, u_q, u_k, u_v, do, q, k, v, o, lse, dq, tile=tile)
     grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
     vectors = problem.row_vectors(NUM_VECTORS)
     tensors = (q, k, v, do, o, dq, u_q, u_k, u_v, grad_q, grad_do)

@@ -74,8 +74,43 @@ _FALLBACK = {
     (128, 4): _entry(16, 16, 4, 1),
     (256, 4): _entry(16, 16, 8, 1),
 }
+# The Gluon kernels of hopper.py, by pass and head dimension, for bf16 and fp16.
+_HOPPER: dict[tuple[str, int], dict] = {
+    ("row_pass", 64): {
+        "BLOCK_M": 64,
+        "BLOCK_N": 32,
+        "STAGES": 2,
+        "HELD_OPERANDS": 3,
+        "AHEAD": True,
+        "num_warps": 4,
+    },
+    ("row_pass", 128): {
+        "BLOCK_M": 64,
+        "BLOCK_N": 16,
+        "STAGES": 3,
+        "HELD_OPERANDS": 0,
+        "AHEAD": True,
+        "num_warps": 4,
+    },
+    ("column_pass", 64): {
+        "BLOCK_M": 32,
+        "BLOCK_N": 64,
+        "STAGES": 3,
+        "HELD_OPERANDS": 4,
+        "AHEAD": True,
+        "num_warps": 4,
+    },
+    ("column_pass", 128): {
+        "BLOCK_M": 16,
+        "BLOCK_N": 64,
+        "STAGES": 3,
+        "HELD_OPERANDS": 2,
+        "AHEAD": True,
+        "num_warps": 4,
+    },
+}
 _INTERPRETER = _entry(32, 32, 1, 1)
-_FORCED: dict[str, dict] = {}
+FORCED: dict[str, dict] = {}  # tiles of the plain kernels that `forced` asks for
 
 
 @contextlib.contextmanager
@@ -89,22 +124,22 @@ def forced(
     in_registers: bool = False,
 ) -> Iterator[None]:
     """Within the block, launch `pass_name` with these tiles whatever the table says: for searches and tests."""
-    before = dict(_FORCED)
-    _FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages, maxnreg, in_registers)
+    before = dict(FORCED)
+    FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages, maxnreg, in_registers)
     tiles.cache_clear()
     try:
         yield
     finally:
-        _FORCED.clear()
-        _FORCED.update(before)
+        FORCED.clear()
+        FORCED.update(before)
         tiles.cache_clear()
 
 
 @functools.lru_cache(maxsize=1024)
 def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """What `_entry` holds of a pass, one of the names in the table, as arguments of its launch."""
-    if pass_name in _FORCED:
-        entry = _FORCED[pass_name]
+    if pass_name in FORCED:
+        entry = FORCED[pass_name]
     elif INTERPRETED:
         entry = _INTERPRETER
     else:
@@ -115,6 +150,11 @@ def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.devic
             raise ValueError(f"no tiles for head dimension {head_dim} and {dtype}")
     unused = {"measured"} if pass_name in ("row_pass", "column_pass") else {"measured", "IN_REGISTERS"}
     return {name: value for name, value in entry.items() if name not in unused and value is not None}
+
+
+def hopper_tile(pass_name: str, head_dim: int) -> dict:
+    """Arguments of a launch of hopper.py's kernels, measured on an H200."""
+    return _HOPPER[pass_name, head_dim]
 
 
 def _smallest(entries: dict[tuple[int, int], dict], head_dim: int, itemsize: int) -> dict | None:
