@@ -1,0 +1,199 @@
+"""Attention's three passes and the whole second-order call: time, memory, and the share of the matrix rate.
+
+    python -m scripts.bench_attention [--quick] [--head-dims 64 128] [--lengths 512 … 16384] [--seconds 500]
+
+One command, one machine, one run. `floor_ms` is 18 products of 2·(valid pairs)·d FLOPs at the bf16 rate of an 8192³ product
+measured in the same run, and `fraction` is floor_ms / bob_ms. Writes --out after every row, draws a picture beside it, and
+stops cleanly at --seconds.
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+
+import flashbob
+from scripts.tune_attention import median_ms
+
+HEADS, BATCH = 12, 4
+VARIANTS = {
+    "causal": {"causal": True},
+    "full": {"causal": False},
+    "MQA 8/1": {"causal": True, "H": 8, "H_kv": 1, "B": 1},
+    "GQA 12/4": {"causal": True, "H_kv": 4},
+    "window 1024": {"causal": True, "window": 1024},
+}
+OPERATORS = ("triton", "hybrid", "tiled")  # backends with separate passes; `math` is one autograd graph
+
+
+def graph_ms(call: Callable[[], Any], calls: int = 10) -> float:
+    """Milliseconds of a call replayed in a CUDA graph: without the host's time to launch it."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return median_ms(graph.replay) / calls
+
+
+def valid_pairs(n: int, causal: bool, window: int | None) -> int:
+    if not causal:
+        return n * n
+    w = n if window is None else min(window, n)
+    return w * (w + 1) // 2 + (n - w) * w
+
+
+def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
+    causal, window = shape["causal"], shape.get("window")
+    batch, heads = shape.get("B", BATCH), shape.get("H", HEADS)
+    kv_heads = shape.get("H_kv", heads)
+    torch.manual_seed(0)
+    new = lambda h: torch.randn(batch, h, n, d, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    q, do, u_q = (new(heads) for _ in range(3))
+    k, v, u_k, u_v = (new(kv_heads) for _ in range(4))
+    row: dict[str, Any] = {
+        "d": d, "N": n, "B": batch, "H": heads, "H_kv": kv_heads, "causal": causal, "window": window, "backend": backend,
+        "fwd_ms": None, "bwd_ms": None, "bob_ms": None, "fraction": None,
+        "floor_ms": 18 * 2 * valid_pairs(n, causal, window) * d * batch * heads / rate * 1e3,
+    }  # fmt: skip
+    flashbob.set_backend(backend)
+
+    def whole() -> None:
+        x = [t.detach().requires_grad_() for t in (q, k, v)]
+        g = do.detach().requires_grad_()
+        out = flashbob.sdpa_bob(*x, is_causal=causal, window_size=window)
+        first = torch.autograd.grad(out, x, g, create_graph=True)
+        torch.autograd.grad(first, (*x, g), (u_q, u_k, u_v))
+
+    start = time.perf_counter()
+    whole()
+    torch.cuda.synchronize()
+    row["first_call_s"] = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    whole()
+    torch.cuda.synchronize()
+    row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    row["total_ms"] = median_ms(whole)
+    if backend in OPERATORS:
+        module = importlib.import_module(f"flashbob.backends.{backend}")
+        options = {"scale": d**-0.5, "is_causal": causal, "window_size": window, "key_padding_mask": None,
+                   "dropout_p": 0.0, "dropout_seed": None}  # fmt: skip
+        o, lse = module.forward(q, k, v, **options)
+        dq = module.backward(do, q, k, v, o, lse, **options)[0]
+        passes = {
+            "fwd_ms": lambda: module.forward(q, k, v, **options),
+            "bwd_ms": lambda: module.backward(do, q, k, v, o, lse, **options),
+            "bob_ms": lambda: module.backward_backward(u_q, u_k, u_v, do, q, k, v, o, lse, dq, **options),
+        }
+        timer = graph_ms if n <= 2048 and backend == "triton" else median_ms
+        row["timing"] = "graph replay" if timer is graph_ms else "events"
+        row |= {name: timer(call) for name, call in passes.items()}
+        row["fraction"] = row["floor_ms"] / row["bob_ms"]
+    return row
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    dims = sorted({row["d"] for row in rows})
+    figure, axes = plt.subplots(
+        2, len(dims), figsize=(5.5 * len(dims), 7), layout="constrained", squeeze=False
+    )
+    for column, d in enumerate(dims):
+        chosen = [
+            r
+            for r in rows
+            if r["d"] == d and r["causal"] and not r["window"] and r["H"] == r["H_kv"] == HEADS
+        ]
+        for backend in dict.fromkeys(r["backend"] for r in chosen):
+            mine = [r for r in chosen if r["backend"] == backend]
+            for axis, key in zip(axes[:, column], ("total_ms", "peak_mib"), strict=True):
+                axis.loglog(
+                    [r["N"] for r in mine], [r[key] for r in mine], marker="o", markersize=4, label=backend
+                )
+        mine = [r for r in chosen if r["bob_ms"] and r["backend"] == "triton"]
+        axes[0, column].loglog(
+            [r["N"] for r in mine], [r["bob_ms"] for r in mine], "k--", label="triton, second backward"
+        )
+        axes[0, column].loglog([r["N"] for r in mine], [r["floor_ms"] for r in mine], "k:", label="its floor")
+        axes[0, column].set(title=f"d = {d}, causal, B={BATCH}, H={HEADS}", ylabel="ms")
+        axes[1, column].set(xlabel="N", ylabel="peak memory (MiB)")
+        axes[0, column].legend(frameon=False)
+        for axis in axes[:, column]:
+            axis.grid(alpha=0.25, which="both")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="causal d=64 and 128 at 1024 and 4096 only")
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 32, 256])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--backends", nargs="+", default=["triton", "math", "hybrid"])
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--commit", help="recorded in each row (default: git's)")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/attention.json"))
+    parser.add_argument("--plot-only", action="store_true", help="draw the picture from --out again")
+    arguments = parser.parse_args()
+    if arguments.plot_only:
+        plot(json.loads(arguments.out.read_text()), arguments.out.with_suffix(".png"))
+        return
+    start = time.monotonic()
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * 8192**3 / (median_ms(lambda: a @ b, 20) / 1e3)
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": arguments.commit or subprocess.getoutput("git rev-parse --short HEAD"),
+        "rate_tflops": rate / 1e12,
+    }
+    console = Console(width=160)
+    console.print(machine)
+    head_dims, lengths = (
+        ([64, 128], [1024, 4096]) if arguments.quick else (arguments.head_dims, arguments.lengths)
+    )
+    jobs = [("causal", d, n) for d, n in itertools.product(head_dims[:2], lengths)]
+    if not arguments.quick:
+        jobs += [(v, d, n) for v, d, n in itertools.product(list(VARIANTS)[1:], head_dims[:2], (4096, 8192))]
+        jobs += [("causal", d, n) for d, n in itertools.product(head_dims[2:], (4096, 8192))]
+    rows = []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for variant, d, n, backend in ((*job, backend) for job in jobs for backend in arguments.backends):
+        if backend in ("math", "hybrid") and (n > 4096 or variant != "causal" or d > 128):
+            continue  # N×N tensors in numbers: 35 GB at 4096
+        if time.monotonic() - start > arguments.seconds:
+            console.print("stopped: --seconds are over")
+            break
+        row = {**machine, "variant": variant, **measure(backend, n, d, VARIANTS[variant], rate)}
+        torch.cuda.empty_cache()
+        rows.append(row)
+        partial = arguments.out.with_suffix(".partial")
+        partial.write_text(json.dumps(rows, indent=1) + "\n")
+        partial.replace(arguments.out)
+        shown = {key: row[key] for key in ("fwd_ms", "bwd_ms", "bob_ms", "total_ms", "floor_ms")}
+        times = "  ".join(f"{key[:-3]} {value:.3f}" for key, value in shown.items() if value is not None)
+        share = "" if row["fraction"] is None else f"  {row['fraction']:.1%} of the floor"
+        console.print(
+            f"{variant:12} d={d:<3} N={n:<6} {backend:7} {times} ms{share}  {row['peak_mib']:,.0f} MiB"
+        )
+    plot(rows, arguments.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
