@@ -35,32 +35,32 @@ def _entry(
     }
 
 
+# Measured on an H200 in bf16, causal, B=4, H=12, with triton 3.6: python -m scripts.tune_attention. Of the row and column
+# pass these are the plain kernels' tiles; see _HOPPER below.
 _TABLE[9, 0] = {
     "forward": {
-        (64, 2): _entry(128, 64, 4, 3),
-        (128, 2): _entry(128, 64, 8, 3),
+        (64, 2): _entry(64, 64, 4, 3, measured=True),
+        (128, 2): _entry(64, 64, 4, 3, measured=True),
         (256, 2): _entry(64, 64, 8, 2),
     },
     "backward_rows": {
-        (64, 2): _entry(64, 64, 4, 3),
-        (128, 2): _entry(64, 64, 4, 2),
+        (64, 2): _entry(64, 64, 4, 3, measured=True),
+        (128, 2): _entry(128, 64, 8, 3, measured=True),
         (256, 2): _entry(64, 32, 8, 2),
     },
     "backward_keys": {
-        (64, 2): _entry(64, 64, 4, 3),
-        (128, 2): _entry(32, 64, 4, 2),
+        (64, 2): _entry(64, 64, 4, 2, measured=True),
+        (128, 2): _entry(32, 64, 4, 2, measured=True),
         (256, 2): _entry(32, 64, 8, 2),
     },
-    # Products stay in flight only while registers last (ptxas remark C7512: it waits after every product),
-    # and in the column pass only with two stages (C7515 with three; ptxas 12.8).
     "row_pass": {
-        (64, 2): _entry(64, 32, 4, 3),
-        (128, 2): _entry(128, 16, 8, 2),
+        (64, 2): _entry(64, 32, 4, 3, measured=True),
+        (128, 2): _entry(128, 16, 8, 3, measured=True),
         (256, 2): _entry(64, 16, 8, 2),
     },
     "column_pass": {
-        (64, 2): _entry(32, 64, 4, 2),
-        (128, 2): _entry(32, 128, 8, 2),
+        (64, 2): _entry(32, 128, 8, 2, measured=True),
+        (128, 2): _entry(32, 128, 8, 2, measured=True),
         (256, 2): _entry(16, 64, 8, 2),
     },
 }
