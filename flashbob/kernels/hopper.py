@@ -74,14 +74,18 @@ def _column_pass(
     grad_v_ptr,
     grad_k_strides,
     grad_v_strides,
+    split_stride,
     scale,
+    window,
     H,
     GROUP,
+    MEMBERS,
     N_q,
     N_k,
     num_heads,
     section,
     CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -97,18 +101,27 @@ def _column_pass(
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
 
     num_blocks = gl.cdiv(N_k, BLOCK_N)
-    block, batch_kv_head = _program_block(num_blocks, num_heads, section)
+    # A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
+    block, part = _program_block(num_blocks, num_heads, section)
+    splits = GROUP // MEMBERS
+    batch_kv_head, split = part // splits, part % splits
     kv_heads = H // GROUP
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+    first_head = kv_head * GROUP + split * MEMBERS
     n0 = block * BLOCK_N
     lo = 0 * N_q
     full_begin = lo
+    hi = N_q
+    full_end = N_q
     if CAUSAL:
         shift = N_k - N_q
         lo = gl.maximum(n0 - shift, 0) // BLOCK_M * BLOCK_M
         full_begin = n0 + BLOCK_N - 1 - shift  # rows from here on see all keys of the block
-    num_tiles = gl.cdiv(gl.maximum(N_q - lo, 0), BLOCK_M)
-    total = num_tiles * GROUP
+        if WINDOW:
+            full_end = n0 - shift + window  # and up to here
+            hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
+    num_tiles = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M)
+    total = num_tiles * MEMBERS
 
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -130,7 +143,7 @@ def _column_pass(
     _fetch(u_k_desc, batch, kv_head, n0, held_barrier, u_k_smem, True)
     _fetch(u_v_desc, batch, kv_head, n0, held_barrier, u_v_smem, True)
     # The tile to fetch next: rows from next_m0 on of query head next_head, into slot.
-    next_m0, next_head = lo, kv_head * GROUP
+    next_m0, next_head = lo, first_head
     for i in gl.static_range(STAGES - 1):
         pred = i < total
         mbarrier.expect(barriers.index(i), TILE_BYTES, pred=pred)
@@ -140,7 +153,7 @@ def _column_pass(
         _fetch_vectors(
             vectors_desc, batch * H + next_head, next_m0, barriers.index(i), vectors_ring.index(i), pred
         )
-        next_m0, next_head = _next_tile(next_m0, next_head, lo, N_q, BLOCK_M)
+        next_m0, next_head = _next_tile(next_m0, next_head, lo, hi, BLOCK_M)
     slot = STAGES - 1 + 0 * total
 
     k = k_smem.reshape([BLOCK_N, HEAD_DIM])
@@ -194,13 +207,17 @@ def _column_pass(
         _fetch(do_desc, batch, next_head, next_m0, bar, do_ring.index(slot), pred)
         _fetch(u_q_desc, batch, next_head, next_m0, bar, u_q_ring.index(slot), pred)
         _fetch_vectors(vectors_desc, batch * H + next_head, next_m0, bar, vectors_ring.index(slot), pred)
-        next_m0, next_head = _next_tile(next_m0, next_head, lo, N_q, BLOCK_M)
+        next_m0, next_head = _next_tile(next_m0, next_head, lo, hi, BLOCK_M)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
         p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
         if CAUSAL:
-            if m0 < full_begin:
-                p = gl.where(m0 + columns[None, :] + (N_k - N_q) >= keys[:, None], p, 0.0)
+            if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
+                distance = m0 + columns[None, :] + (N_k - N_q) - keys[:, None]
+                valid = distance >= 0
+                if WINDOW:
+                    valid = valid & (distance < window)
+                p = gl.where(valid, p, 0.0)
         a = warpgroup_mma_wait(3, deps=[a])
         centered = a - vectors.slice(1, 1).load(SCORES)
         pc = gl.convert_layout((p * centered).to(dtype), OPERAND)
@@ -215,7 +232,7 @@ def _column_pass(
         )  # S̃ = P ⊙ (P̃ − E)
         phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        m0 = gl.where(m0 + BLOCK_M >= N_q, lo, m0 + BLOCK_M)
+        m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
         k_sum = warpgroup_mma(ps, q, k_sum, is_async=True)  # S̃ᵀ Q
         # Sums in flight across the loop's edge would make ptxas serialize every product.
         if AHEAD:
@@ -234,21 +251,14 @@ def _column_pass(
 
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(barriers.index(i))
-    rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-    mask = (n0 + rows < N_k)[:, None]
-    grad_k = grad_k_ptr + batch.to(gl.int64) * grad_k_strides[0] + kv_head.to(gl.int64) * grad_k_strides[1]
-    grad_k += n0.to(gl.int64) * grad_k_strides[2]
-    gl.store(
-        grad_k + rows[:, None] * grad_k_strides[2] + dims[None, :] * grad_k_strides[3],
-        (k_sum * scale).to(dtype),
-        mask,
-    )
-    grad_v = grad_v_ptr + batch.to(gl.int64) * grad_v_strides[0] + kv_head.to(gl.int64) * grad_v_strides[1]
-    grad_v += n0.to(gl.int64) * grad_v_strides[2]
-    gl.store(
-        grad_v + rows[:, None] * grad_v_strides[2] + dims[None, :] * grad_v_strides[3], v_sum.to(dtype), mask
-    )
+    exists = (out_keys < N_k)[:, None]
+    offset = split.to(gl.int64) * split_stride
+    grad_k = _tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
+    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
+    grad_v = _tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
+    gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
 
 
 def column_pass(
@@ -266,20 +276,37 @@ def column_pass(
 ) -> tuple[Tensor, Tensor]:
     """As `column_pass.column_pass`, of a call that `able` takes."""
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
     num_heads = problem.batch * problem.kv_heads
     group = problem.heads // problem.kv_heads
-    streamed = 3 * group * problem.num_rows * problem.head_dim * q.element_size()
-    block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    grid = (triton.cdiv(problem.num_keys, block_n) * num_heads,)
+    num_blocks = triton.cdiv(problem.num_keys, block_n)
+    splits = _splits(num_blocks * num_heads, group, problem.device)
+    sums_k, sums_v, split_stride = grad_k, grad_v, 0
+    if splits > 1:
+        sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
+        split_stride = sums_k.stride(0)
+    streamed = 3 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
+    num_heads *= splits
     with torch.cuda.device_of(q):
-        _column_pass[grid](
+        _column_pass[(num_blocks * num_heads,)](
             *(_descriptor(x, block_m) for x in (q, do, u_q)), *(_descriptor(x, block_n) for x in (k, v, u_k, u_v)),
-            _vectors_descriptor(vectors, block_m), grad_k, grad_v, grad_k.stride(), grad_v.stride(),
-            scale=problem.scale, H=problem.heads, GROUP=group, N_q=problem.num_rows, N_k=problem.num_keys,
+            _vectors_descriptor(vectors, block_m), sums_k, sums_v, sums_k.stride()[-4:], sums_v.stride()[-4:], split_stride,
+            scale=problem.scale, window=problem.window_size or 0, H=problem.heads, GROUP=group, MEMBERS=group // splits,
+            N_q=problem.num_rows, N_k=problem.num_keys,
             num_heads=num_heads, section=problem.section(streamed, num_heads),
-            CAUSAL=problem.is_causal, HEAD_DIM=problem.head_dim, **tile,
+            CAUSAL=problem.is_causal, WINDOW=problem.window_size is not None, HEAD_DIM=problem.head_dim, **tile,
         )  # fmt: skip
+    if splits > 1:
+        grad_k.copy_(sums_k.sum(0))
+        grad_v.copy_(sums_v.sum(0))
     return grad_k, grad_v
+
+
+def _splits(programs: int, group: int, device: torch.device) -> int:
+    """Parts of a group of query heads, each summed by programs of its own: enough to fill the GPU twice, where there are
+    few key heads. The parts are added up in a fixed order, so that results stay the same on every run."""
+    enough = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -306,6 +333,7 @@ def _row_pass(
     vector_stride,
     padded_rows,
     scale,
+    window,
     H,
     GROUP,
     N_q,
@@ -313,6 +341,7 @@ def _row_pass(
     num_heads,
     section,
     CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -335,13 +364,18 @@ def _row_pass(
     batch, head = batch_head // H, batch_head % H
     kv_head = head // GROUP
     m0 = block * BLOCK_M
+    lo = 0 * N_k
     hi = N_k
-    full_end = N_k - BLOCK_N  # tiles that start up to here need no mask
+    full_begin = lo  # tiles that start from here on
+    full_end = N_k - BLOCK_N  # and up to here need no mask
     if CAUSAL:
         hi = gl.maximum(gl.minimum(m0 + BLOCK_M, N_q) + (N_k - N_q), 0)
         full_end = gl.minimum(full_end, m0 + (N_k - N_q) + 1 - BLOCK_N)
+        if WINDOW:
+            lo = gl.maximum(m0 + (N_k - N_q) - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_begin = m0 + BLOCK_M + (N_k - N_q) - window
     hi = gl.where(m0 < N_q, hi, 0)
-    total = gl.cdiv(hi, BLOCK_N)
+    total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
 
     q_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
@@ -362,10 +396,10 @@ def _row_pass(
     for i in gl.static_range(STAGES - 1):
         pred = i < total
         mbarrier.expect(barriers.index(i), 4 * BLOCK_N * HEAD_DIM * 2, pred=pred)
-        _fetch(k_desc, batch, kv_head, i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
-        _fetch(v_desc, batch, kv_head, i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
-        _fetch(u_k_desc, batch, kv_head, i * BLOCK_N, barriers.index(i), u_k_ring.index(i), pred)
-        _fetch(u_v_desc, batch, kv_head, i * BLOCK_N, barriers.index(i), u_v_ring.index(i), pred)
+        _fetch(k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
+        _fetch(v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
+        _fetch(u_k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), u_k_ring.index(i), pred)
+        _fetch(u_v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), u_v_ring.index(i), pred)
     slot = STAGES - 1 + 0 * total
 
     # D = <dO, O> in the sums' layout, and L = +inf beyond the last row: P is 0 there.
@@ -404,7 +438,7 @@ def _row_pass(
         mbarrier.wait(barriers.index(0), 0, pred=total > 0)
         s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), s, use_acc=False)
     for it in range(total):
-        n0 = it * BLOCK_N
+        n0 = lo + it * BLOCK_N
         if not AHEAD:
             mbarrier.wait(barriers.index(stage), phase)
         k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
@@ -432,10 +466,13 @@ def _row_pass(
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
         p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
-        if n0 > full_end:
+        if n0 > full_end or (WINDOW and n0 < full_begin):
             valid = (n0 + keys < N_k)[None, :]
             if CAUSAL:
-                valid = valid & (rows[:, None] + (N_k - N_q) >= n0 + keys[None, :])
+                distance = rows[:, None] + (N_k - N_q) - n0 - keys[None, :]
+                valid = valid & (distance >= 0)
+                if WINDOW:
+                    valid = valid & (distance < window)
             p = gl.where(valid, p, 0.0)
         pb = gl.convert_layout(p.to(dtype), OPERAND)
         b = warpgroup_mma(pb, k, b, is_async=True)  # P K
@@ -528,10 +565,10 @@ def row_pass(
             *(_descriptor(x, block_m) for x in (q, do, u_q)), *(_descriptor(x, block_n) for x in (k, v, u_k, u_v)),
             do, o, dq, lse.contiguous(), grad_q, grad_do, vectors, *(x.stride() for x in outputs),
             vectors.stride(0), problem.padded_rows,
-            scale=problem.scale, H=problem.heads, GROUP=problem.heads // problem.kv_heads,
+            scale=problem.scale, window=problem.window_size or 0, H=problem.heads, GROUP=problem.heads // problem.kv_heads,
             N_q=problem.num_rows, N_k=problem.num_keys,
             num_heads=num_heads, section=problem.section(streamed, num_heads),
-            CAUSAL=problem.is_causal, HEAD_DIM=problem.head_dim, **tile,
+            CAUSAL=problem.is_causal, WINDOW=problem.window_size is not None, HEAD_DIM=problem.head_dim, **tile,
         )  # fmt: skip
     return grad_q, grad_do, vectors
 
@@ -553,8 +590,8 @@ def _vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
 
 
 def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these kernels take the call: bf16 or fp16, d of 64 or 128, no window, padding or dropout, and TMA's alignment."""
-    plain = problem.window_size is None and problem.key_padding_mask is None and problem.dropout_seed is None
+    """Whether these kernels take the call: bf16 or fp16, d of 64 or 128, no padding or dropout, and TMA's alignment."""
+    plain = problem.key_padding_mask is None and problem.dropout_seed is None
     return (
         plain
         and problem.dtype in (torch.bfloat16, torch.float16)

@@ -105,7 +105,9 @@ def test_backend_choice():
     assert get_backend() == "math"
     set_backend(None)
     assert get_backend() == "auto"
-    with pytest.raises(ValueError, match="backend is 'flash'; allowed are 'auto', 'triton', 'tiled', 'math', 'hybrid'"):
+    with pytest.raises(
+        ValueError, match="backend is 'flash'; allowed are 'auto', 'triton', 'tiled', 'math', 'hybrid'"
+    ):
         set_backend("flash")
     assert get_backend() == "auto"
 

@@ -1,0 +1,124 @@
+"""What a Hessian-vector product costs beside a gradient: GPT-2 on random tokens, fp32 weights, bf16 autocast.
+
+    python -m scripts.bench_hvp [--model gpt2-small] [--shapes 4x2048 1x16384] [--modes …] [--out docs/results/hvp.json]
+
+One command, one GPU, one run. Modes: the gradient (eager or compiled, with PyTorch's attention or FlashBoB's), and
+(loss, gradient, H z) in one pass (math attention eager, FlashBoB eager, FlashBoB compiled). `ratio_to_gradient` is the time over
+that of the compiled SDPA gradient at the same shape. Writes --out after every row.
+"""
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from optim import HessianVectorProduct
+from scripts.tune_attention import median_ms
+from train.model import GPT, GPTConfig, attention_function
+
+MODES = {  # name: (attention, second order, compiled)
+    "gradient-sdpa-compiled": ("sdpa", False, True),
+    "gradient-sdpa-eager": ("sdpa", False, False),
+    "gradient-flashbob-compiled": ("auto", False, True),
+    "hvp-flashbob-eager": ("auto", True, False),
+    "hvp-flashbob-compiled": ("auto", True, True),
+    "hvp-math-eager": ("math", True, False),
+}
+
+
+def prepare(mode: str, model_name: str, batch: int, length: int) -> Callable[[], Any]:
+    """A function that runs one pass; compiled already."""
+    attention, second, compiled = MODES[mode]
+    c = OmegaConf.load(Path(__file__).resolve().parent.parent / "configs" / "model" / f"{model_name}.yaml")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(
+            GPTConfig(length, 50257, c.num_layers, c.num_heads, c.embed_dim), attention_function(attention)
+        )
+        tokens, targets = torch.randint(50257, (2, batch, length))
+    autocast = torch.autocast("cuda", torch.bfloat16)
+    if second:
+        hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[1], compile=compiled)
+        z = [torch.randn_like(p) for p in hvp.params]
+
+        def run() -> None:
+            attention_function(attention)
+            with autocast:
+                hvp(z, tokens, targets)
+    else:
+        forward = torch.compile(model) if compiled else model
+
+        def run() -> None:
+            attention_function(attention)
+            with autocast:
+                loss = forward(tokens, targets)[1]
+            loss.backward()
+            for p in model.parameters():
+                p.grad = None
+
+    run()
+    torch.cuda.synchronize()
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="gpt2-small")
+    parser.add_argument("--shapes", nargs="+", default=["4x2048"], help="sequences x tokens, e.g. 4x2048")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--commit", help="recorded in each row (default: git's)")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/hvp.json"))
+    parser.add_argument(
+        "--wait-for", type=Path, help="compile everything, then wait for this file before timing"
+    )
+    arguments = parser.parse_args()
+    console = Console(width=140)
+    rows = []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for shape in arguments.shapes:
+        batch, length = map(int, shape.split("x"))
+        runs, compile_s = {}, {}
+        for mode in arguments.modes:
+            start = time.perf_counter()
+            runs[mode] = prepare(mode, arguments.model, batch, length)
+            compile_s[mode] = time.perf_counter() - start
+            console.print(f"{mode}: first call {compile_s[mode]:.1f} s")
+        while arguments.wait_for and not arguments.wait_for.exists():
+            time.sleep(0.5)
+        reference = None
+        for mode, run in runs.items():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            run()
+            torch.cuda.synchronize()
+            others = held * (len(runs) - 1) / len(runs)  # the other modes' models
+            row = {
+                "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+                "commit": arguments.commit or subprocess.getoutput("git rev-parse --short HEAD"),
+                "model": arguments.model, "B": batch, "N": length, "mode": mode, "ms": median_ms(run, 5),
+                "peak_gib": (torch.cuda.max_memory_allocated() - others) / 2**30, "first_call_s": compile_s[mode],
+            }  # fmt: skip
+            reference = reference or row["ms"]
+            row["ratio_to_gradient"] = (
+                row["ms"] / reference if arguments.modes[0] == "gradient-sdpa-compiled" else None
+            )
+            rows.append(row)
+            arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+            console.print(
+                f"{mode:28} B={batch} N={length}  {row['ms']:8.2f} ms  {row['ms'] / reference:5.2f} ×  {row['peak_gib']:.1f} GiB"
+            )
+
+
+if __name__ == "__main__":
+    main()
