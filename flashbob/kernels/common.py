@@ -327,8 +327,7 @@ class Problem:
         """How many heads to work on at a time, so that what they stream stays in half of the L2 cache."""
         if self.device.type != "cuda":
             return heads
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return max(1, min(heads, cache // 2 // streamed_bytes_per_head))
+        return max(1, min(heads, _l2_cache_bytes(self.device) // 2 // streamed_bytes_per_head))
 
     def arguments(self, tensors: tuple[Tensor | None, ...]) -> dict:
         """Arguments that every kernel takes. `tensors` are all [B, H, N, d] tensors of the call."""
@@ -356,6 +355,11 @@ class Problem:
             # fp32 products in full precision; the narrow types ignore it.
             "PRECISION": "ieee",
         }
+
+
+@functools.cache
+def _l2_cache_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 # Arguments whose value must not enter a kernel's specialization: a new length would compile a new kernel.

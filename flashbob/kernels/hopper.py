@@ -11,6 +11,8 @@ Runs with Gluon of triton 3.6; compiled for sm_90 with that of 3.9 too.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -576,16 +578,20 @@ def row_pass(
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """TMA's view of [B, H, N, d] in tiles of `block` rows. A dimension of size 1 has any stride."""
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     shape = [1, 1, block, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
+
+
+@functools.cache
+def _shared_layout(*shape: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
 def _vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
     """TMA's view of the row vectors [4, B·H, padded rows], all four of `block` rows at a time."""
     shape = [4, 1, block]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
+    layout = _shared_layout(*shape, dtype=torch.float32)
     return TensorDescriptor(vectors, list(vectors.shape), list(vectors.stride()), shape, layout)
 
 
