@@ -90,6 +90,10 @@ class HessianVectorProduct:
         if foreign:
             raise ValueError(f"params[{foreign[0]}] is not a parameter of {type(model).__name__}")
         self._names = [name_of[p] for p in self.params]
+        # What else the model holds: parameters that are not differentiated, and buffers.
+        held = [*model.named_parameters(), *model.named_buffers()]
+        mine = set(self.params)
+        self._constants = {f"model.{name}": x for name, x in held if x not in mine}
         self._graphs: dict[tuple, Callable] = {}
         self.trace_s: list[float] = []  # seconds of each trace
         self.compile_s: list[float] = []  # seconds of each first call, which compiles
@@ -117,7 +121,7 @@ class HessianVectorProduct:
         inputs = self._inputs(vectors, batch)
         start = time.perf_counter()
         try:
-            graph = make_fx(self._second_order)(*inputs)
+            graph = make_fx(self._second_order, tracing_mode="fake")(*inputs)
         except Exception as error:
             warnings.warn(
                 f"Hessian-vector products of {type(self.model).__name__} run eagerly: it cannot be traced "
@@ -135,15 +139,15 @@ class HessianVectorProduct:
         self._graphs[key] = compiled
 
     def _inputs(self, vectors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-        return [*self.params, *vectors, *batch]
+        return [*self.params, *vectors, *self._constants.values(), *batch]
 
     def _second_order(self, *inputs: Tensor) -> list[Tensor]:
         count = len(self.params)
+        vectors, rest = inputs[count : 2 * count], inputs[2 * count :]
+        constants, batch = dict(zip(self._constants, rest)), rest[len(self._constants) :]
         params = [p.detach().requires_grad_() for p in inputs[:count]]
-        loss = torch.func.functional_call(
-            self._with_loss, dict(zip(self._names, params)), inputs[2 * count :]
-        )
-        loss, gradients, products = self._differentiate(loss, params, inputs[count : 2 * count])
+        loss = torch.func.functional_call(self._with_loss, dict(zip(self._names, params)) | constants, batch)
+        loss, gradients, products = self._differentiate(loss, params, vectors)
         return [loss, *gradients, *products]
 
     def _differentiate(

@@ -85,7 +85,7 @@ class TrainConfig:
     micro_batch_size: int  # sequences in one forward pass of one rank
     global_batch_size: int  # sequences in one optimizer step, over all ranks
     precision: Literal["fp64", "fp32", "bf16"]  # bf16: autocast over fp32 weights
-    compile: bool  # torch.compile on ordinary steps; Hessian steps are eager
+    compile: bool  # torch.compile: ordinary steps, and the Hessian step as one traced graph
     eval_every: int  # steps; the last step is always evaluated
     eval_batches: int  # batches in the fixed validation set
     eval_batch_size: int | None  # sequences in each of them; null: train.micro_batch_size

@@ -1,4 +1,5 @@
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optim import hessian_vector_product
+from optim import HessianVectorProduct, hessian_vector_product
 
 
 def quadratic(n=6, dtype=torch.float64):
@@ -143,3 +144,148 @@ def test_errors_name_what_is_wrong():
             hessian_vector_product(bad_loss, params, vectors)
     _, (hz,) = hessian_vector_product(loss, [p], [z])  # the refused calls have not used the graph up
     assert hz.tolist() == [2, 2]
+
+
+# --- HessianVectorProduct: one pass of a model, compiled -------------------------------------------------
+
+
+def tiny_gpt(dtype=torch.float64):
+    from train.model import GPT, GPTConfig, attention_function
+
+    torch.manual_seed(0)
+    return GPT(GPTConfig(16, 50, 2, 2, 32), attention_function("tiled")).to(dtype)
+
+
+def gpt_loss(model, tokens, targets):
+    return model(tokens, targets)[1]
+
+
+def batch(sequences=2, length=16):
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(50, (sequences, length), generator=generator) for _ in range(2))
+
+
+@pytest.fixture(autouse=True)
+def backend_of_its_own():
+    import flashbob
+
+    yield
+    flashbob.set_backend("auto")
+
+
+def assert_close(got, expected, tolerance):
+    for x, y in zip((got[0], *got[1], *got[2]), (expected[0], *expected[1], *expected[2]), strict=True):
+        assert (x - y).norm() <= tolerance * y.norm() + tolerance
+
+
+def test_compiled_product_is_the_eager_one_with_tied_frozen_and_unused_parameters():
+    model = tiny_gpt()
+    model.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    frozen = next(p for name, p in model.named_parameters() if name.endswith("c_fc.weight"))
+    frozen.requires_grad_(False)
+    compiled = HessianVectorProduct(model, gpt_loss)
+    assert (
+        len(compiled.params) == len({id(p) for p in model.parameters()}) - 1
+    )  # tied once, frozen not at all
+    z = [torch.randn_like(p) for p in compiled.params]
+    got = compiled(z, *batch())
+    assert len(compiled.trace_s) == len(compiled.compile_s) == 1
+    loss = gpt_loss(model, *batch())
+    expected = (loss.detach(), *hessian_vector_product(loss, compiled.params, z))
+    assert_close(got, expected, 1e-12)  # fp64: other orders of the same sums
+    assert all(not x.requires_grad for x in (got[0], *got[1], *got[2]))
+    position = next(i for i, p in enumerate(compiled.params) if p is model.unused)
+    assert not got[1][position].any() and not got[2][position].any()
+
+    # New weights in place, as an optimizer leaves them, need no new trace; a new shape does.
+    with torch.no_grad():
+        for p in compiled.params:
+            p.add_(0.01 * torch.randn_like(p))
+    loss = gpt_loss(model, *batch())
+    expected = (loss.detach(), *hessian_vector_product(loss, compiled.params, z))
+    assert_close(compiled(z, *batch()), expected, 1e-12)
+    assert len(compiled.trace_s) == 1
+
+
+def test_autocast_is_the_eager_one():
+    model = tiny_gpt(torch.float32)
+    z = None
+    results = []
+    for compile in (False, True):
+        hvp = HessianVectorProduct(model, gpt_loss, compile=compile)
+        z = z or [torch.randn_like(p) for p in hvp.params]
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(hvp(z, *batch()))
+    exact = HessianVectorProduct(model.double(), gpt_loss, compile=False)([x.double() for x in z], *batch())
+    eager, compiled = results
+    # bf16 rounds at 4e-3; what the compiler fuses it does not round in between, which is no worse.
+    for part in (1, 2):
+        norm = torch.stack([y.norm() for y in exact[part]]).norm()
+        errors = [
+            torch.stack([(x - y).norm() for x, y in zip(r[part], exact[part])]).norm() / norm
+            for r in (eager, compiled)
+        ]
+        assert errors[0] < 0.05 and errors[1] < 1.2 * errors[0]
+    assert eager[0].dtype == compiled[0].dtype == torch.float32
+
+
+def test_a_transformers_model():
+    """GPT-2 of transformers with eager attention. Its loss is computed in fp32 whatever the weights are."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_implementation="eager",
+                        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    model = GPT2LMHeadModel(config).double()
+    hvp = HessianVectorProduct(model, lambda m, x: m(input_ids=x, labels=x, use_cache=False).loss)
+    z = [torch.randn_like(p) for p in hvp.params]
+    x = batch()[0]
+    got = hvp(z, x)
+    assert len(hvp.compile_s) == 1
+    loss = model(input_ids=x, labels=x, use_cache=False).loss
+    assert_close(got, (loss.detach(), *hessian_vector_product(loss, hvp.params, z)), 1e-6)
+
+
+def test_shapes_that_were_not_prepared_run_eagerly_if_asked():
+    hvp = HessianVectorProduct(tiny_gpt(), gpt_loss, on_new_shape="eager")
+    z = [torch.randn_like(p) for p in hvp.params]
+    hvp(z, *batch())
+    assert hvp.trace_s == []
+
+
+def test_a_model_that_cannot_be_traced_runs_eagerly_with_one_warning():
+    class Branching(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
+
+        def forward(self, x):
+            return (self.weight**3 * x).sum() if self.weight.sum().item() > 0 else self.weight.sum()
+
+    model = Branching()
+    hvp = HessianVectorProduct(model, lambda m, x: m(x))
+    x, z = torch.tensor([1.0, 2.0], dtype=torch.float64), [torch.ones(2, dtype=torch.float64)]
+    with pytest.warns(UserWarning, match="Branching run eagerly: it cannot be traced"):
+        loss, (g,), (hz,) = hvp(z, x)
+    assert loss == 8 + 54 and g.tolist() == [12.0, 54.0] and hz.tolist() == [12.0, 36.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hvp(z, x)
+
+
+def test_errors_of_the_class():
+    model = tiny_gpt()
+    with pytest.raises(ValueError, match="on_new_shape must be 'compile' or 'eager', got 'never'"):
+        HessianVectorProduct(model, gpt_loss, on_new_shape="never")
+    with pytest.raises(ValueError, match=r"params\[0\] is not a parameter of GPT"):
+        HessianVectorProduct(model, gpt_loss, params=[torch.nn.Parameter(torch.ones(1))])
+    hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[0], compile=False)
+    z = [torch.randn_like(p) for p in hvp.params]
+    with pytest.raises(ValueError, match="loss must be a scalar"):
+        hvp(z, *batch())
+    with pytest.raises(ValueError, match="vectors must be one for each of the"):
+        hvp(z[1:], *batch())
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="params must hold at least one parameter"):
+        HessianVectorProduct(model, gpt_loss)
