@@ -8,7 +8,7 @@ from torch import Tensor
 from . import operators
 from .backends import math as math_backend
 
-BACKENDS = ("triton", "tiled", "math", "hybrid")
+BACKENDS = ("triton", "tiled", "math", "hybrid", "hvp_materialized", "paper")
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -53,7 +53,9 @@ def resolve_backend(device: torch.device | str) -> str:
     """What the current choice runs on `device`, in words for a log: "tiled", "hybrid (forward and first backward: tiled)"."""
     default = _choose(torch.device(device).type)
     name = _chosen or default
-    return f"hybrid (forward and first backward: {default})" if name == "hybrid" else name
+    if name in ("hybrid", "hvp_materialized"):
+        return f"{name} (forward and first backward: {default})"
+    return name
 
 
 def _choose(device_type: str) -> str:

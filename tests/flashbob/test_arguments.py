@@ -106,7 +106,8 @@ def test_backend_choice():
     set_backend(None)
     assert get_backend() == "auto"
     with pytest.raises(
-        ValueError, match="backend is 'flash'; allowed are 'auto', 'triton', 'tiled', 'math', 'hybrid'"
+        ValueError,
+        match="backend is 'flash'; allowed are 'auto', 'triton', 'tiled', 'math', 'hybrid', 'hvp_materialized'",
     ):
         set_backend("flash")
     assert get_backend() == "auto"

@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setitem(tiled._TILE_ELEMENTS, "cpu", 16)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "math", "hybrid"])
+@pytest.mark.parametrize("backend", ["tiled", "math", "hybrid", "hvp_materialized"])
 @pytest.mark.parametrize("mask,heads,lengths,padding,dropout", [case[1:] for case in GRID], ids=IDS)
 def test_equals_autograd_in_fp64(backend, mask, heads, lengths, padding, dropout, small_tiles):
     ours, reference = options_of(mask, heads, lengths, padding, dropout)
@@ -96,7 +96,7 @@ def test_one_key_has_no_second_derivative_of_scores():
         assert x.abs().max() < 1e-15
 
 
-@pytest.mark.parametrize("backend", ["tiled", "math", "hybrid"])
+@pytest.mark.parametrize("backend", ["tiled", "math", "hybrid", "hvp_materialized"])
 def test_rows_without_keys_are_zero(backend):
     inputs = make_inputs((2, 2), (9, 4), dtype=torch.float32)
     with set_backend(backend):

@@ -313,3 +313,18 @@ def test_row_offsets_in_64_bits():
     assert problem.arguments((storage.as_strided((1, 1, 2, 16), (1, 1, far, 1)),))["WIDE"]
     dq, _, _ = kernels().backward(do, spread(q), k, v, o, lse, **options)
     assert torch.equal(dq, expected[1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "paper"])
+def test_through_sdpa_bob_and_autograd(backend):
+    """The backends by their names, under autograd twice over, with grouped heads and a rectangular causal mask."""
+    import flashbob
+
+    inputs = make_inputs((4, 2), (40, 50), dtype=torch.float32, device=DEVICE)
+    with flashbob.set_backend(backend):
+        got = second_order(lambda *qkv: flashbob.sdpa_bob(*qkv, is_causal=True), *inputs)
+    *tensors, cotangents = inputs
+    exact = [x.double() for x in tensors], tuple(u.double() for u in cotangents)
+    expected = second_order(lambda *qkv: reference_attention(*qkv, is_causal=True), *exact[0], exact[1])
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert (x.double() - y).norm() <= TOLERANCE[torch.float32] * y.norm(), name
