@@ -41,8 +41,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: Literal["shakespeare", "fineweb"]
-    path: str | None  # null: the text that ships with the repository
+    name: Literal["shakespeare", "tokens", "fineweb"]
+    path: str | None  # a text file or a folder of shards; null: the text that ships with the repository
     tokenizer: str
     tokenizer_path: str | None
 
@@ -341,9 +341,11 @@ def validate(config: Config, world_size: int) -> None:
         )
     if config.data.path is not None and not Path(config.data.path).expanduser().exists():
         raise ConfigError(f"data.path={config.data.path}: no such file or directory")
+    if config.data.name == "tokens" and config.data.path is None:
+        raise ConfigError("data=tokens needs data.path=DIR, a folder that scripts/prepare_data.py wrote")
     if config.data.name == "fineweb":
         raise ConfigError(
-            "data=fineweb cannot be trained on yet: its streaming reader is not part of this version; use data=shakespeare"
+            "data=fineweb cannot be trained on yet: its streaming reader is not part of this version; write shards with scripts.prepare_data and use data=tokens data.path=DIR"
         )
 
 

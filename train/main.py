@@ -170,9 +170,14 @@ def _report(line: str) -> None:
     """Print `line`, on rank 0."""
     rank = distributed.environment().rank
     if rank != 0:
-        # Every rank finds the same fault. torchrun ends the others when the first one exits, so give rank 0 the time
-        # to say what is wrong; if it has not failed by then, the fault is this rank's alone.
-        time.sleep(10)
+        # Every rank finds the same fault, and torchrun ends the others when the first one exits: leave it to rank 0 to say
+        # what is wrong. If it has not failed by then, the fault is this rank's alone.
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if distributed.stop_signal():
+                _reported.append(line)
+                return
+            time.sleep(0.1)
         line = f"rank {rank}: {line}"
     print(f"train.py: error: {line}", file=sys.stderr, flush=True)
     _reported.append(line)

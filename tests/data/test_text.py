@@ -185,7 +185,7 @@ def test_open_data_gives_the_text_that_ships():
     data = open_data(configuration(), 128, 0)
     assert data.vocab_size == 256
     assert len(data.train_tokens) + len(data.validation_tokens) == 1_115_394
-    assert data.tokenizer.decode(data.train_tokens[:14].tolist()) == "First Citizen:"
+    assert data.tokenizer.decode(data.train_tokens.tokens[:14].tolist()) == "First Citizen:"
     tokens, _ = data.train_batch(0, 3)
     assert tokens.shape == (3, 128)
 
@@ -194,7 +194,7 @@ def test_open_data_reads_a_text_of_one_s_own(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "own.txt").write_text("abcdefghij" * 100)
     data = open_data(configuration(path="~/own.txt"), 16, 0)
-    assert bytes(data.train_tokens.tolist()) == b"abcdefghij" * 90
+    assert bytes(data.train_tokens.tokens.tolist()) == b"abcdefghij" * 90
 
 
 def test_open_data_refuses_other_names():

@@ -73,3 +73,24 @@ def test_a_wrong_configuration_gets_one_line(arguments, tmp_path):
     assert line.startswith("train.py: error: ")
     assert WRONG[arguments] in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_several_ranks_one_speaks(tmp_path):
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=3",
+            str(ROOT / "train.py"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("train.py: error: ")]
+    assert "does not divide over 3 ranks × train.micro_batch_size=8; give a multiple of 24" in line
