@@ -84,6 +84,12 @@ def read_header(path: Path) -> Header:
     return Header(_DTYPES[itemsize], vocab_size, checksum, count, name.rstrip(b"\0").decode())
 
 
+def _map(path: Path, header: Header) -> np.ndarray:
+    if not header.count:  # an empty file cannot be mapped
+        return np.empty(0, header.dtype)
+    return np.memmap(path, header.dtype, "r", _HEADER.size, (header.count,))
+
+
 class Shards:
     """Shards one after the other as one stream (`sequences.Tokens`). Opening one checks its checksum: about 1 GB/s."""
 
@@ -91,12 +97,8 @@ class Shards:
         self.headers = [read_header(path) for path in paths]
         self._parts = []
         for path, header in zip(paths, self.headers, strict=True):
-            tokens = (
-                np.memmap(path, header.dtype, "r", _HEADER.size, (header.count,))
-                if header.count
-                else np.empty(0)
-            )
-            if zlib.crc32(tokens) != header.checksum and header.count:
+            tokens = _map(path, header)
+            if zlib.crc32(tokens.data) != header.checksum:
                 raise DataError(f"{path}: the checksum is wrong: the shard is damaged; write it again")
             self._parts.append(tokens)
         self._ends = np.cumsum([header.count for header in self.headers])

@@ -345,7 +345,8 @@ def validate(config: Config, world_size: int) -> None:
         raise ConfigError("data=tokens needs data.path=DIR, a folder that scripts/prepare_data.py wrote")
     if config.data.name == "fineweb":
         raise ConfigError(
-            "data=fineweb cannot be trained on yet: its streaming reader is not part of this version; write shards with scripts.prepare_data and use data=tokens data.path=DIR"
+            "data=fineweb cannot be trained on yet: its streaming reader is not part of this version; write shards with "
+            "scripts.prepare_data and use data=tokens data.path=DIR"
         )
 
 

@@ -74,13 +74,13 @@ def test_damage_is_found(folder):
     path = folder / "train-c.bin"
     good = path.read_bytes()
     path.write_bytes(good[:-2])
-    with pytest.raises(DataError, match=r"train-c.bin: \d+ bytes where its header says \d+"):
+    with pytest.raises(DataError, match=r"train-c\.bin: \d+ bytes where its header says \d+"):
         open_shards(folder)
     path.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
-    with pytest.raises(DataError, match="train-c.bin: the checksum is wrong"):
+    with pytest.raises(DataError, match=r"train-c\.bin: the checksum is wrong"):
         open_shards(folder)
     path.write_bytes(b"something else")
-    with pytest.raises(DataError, match="train-c.bin: not a token shard"):
+    with pytest.raises(DataError, match=r"train-c\.bin: not a token shard"):
         open_shards(folder)
     path.write_bytes(good)
     with pytest.raises(
