@@ -1,6 +1,6 @@
 """Tokenize Parquet files into shards for data=tokens.
 
-    python -m scripts.prepare_data DIR_OR_FILE… --out data/fineweb --tokenizer gpt2 --workers 8
+    python -m scripts.prepare_data DIR_OR_FILE… --out corpora/fineweb --tokenizer gpt2 --workers 8
 
 Reads the columns `id` and `text` of every Parquet file and writes train-NAME.bin and val-NAME.bin for it into --out, an
 end-of-text token after each document. A document is for validation by a stable hash of its id, so it is on the same side on

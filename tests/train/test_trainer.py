@@ -188,6 +188,26 @@ def test_two_ranks_train_as_one(arm, tmp_path):
             )
 
 
+def test_shards_train_alike_on_any_number_of_ranks(tmp_path):
+    """data=tokens: one order of blocks, whatever reads it; evaluation on the shards that are held out."""
+    from data.tokens import write_shard
+
+    text = (ROOT / "data" / "shakespeare" / "tinyshakespeare.txt").read_bytes()
+    for name, part in {
+        "train-a": text[:7000],
+        "train-b": text[7000:20000],
+        "val-a": text[20000:24000],
+    }.items():
+        write_shard(tmp_path / f"{name}.bin", [list(part)], 256, "bytes")
+    shards = (*SMALL, *SOPHIA, "data=tokens", f"data.path={tmp_path}", "data.tokenizer=bytes")
+    train(*shards, "run.dir=one", cwd=tmp_path)
+    train(*shards, "run.dir=two", cwd=tmp_path, processes=2)
+    for key in ("train/loss", "val/loss"):
+        assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-10)
+    result = train(*SMALL, *SOPHIA, "data=tokens", "run.dir=none", cwd=tmp_path, expect=1)
+    assert "data=tokens needs data.path=DIR" in result.stderr
+
+
 def test_shared_and_separate_gradients_agree_and_a_part_of_the_batch_does(tmp_path):
     for gradient in ("shared", "separate"):
         train(
