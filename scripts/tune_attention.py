@@ -24,30 +24,20 @@ PASSES = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass"
 B, H = 4, 12
 
 
-def candidates(pass_name: str, head_dim: int) -> list[tuple]:
-    """(rows, keys, warps, stages, largest number of registers, operands in registers) of what registers may hold."""
+def candidates(pass_name: str, head_dim: int) -> list[tuple[int, int, int, int]]:
+    """(rows, keys, warps, stages) within what registers may hold: fp32 sums and score tiles."""
     by_keys = pass_name in ("column_pass", "backward_keys")
-    sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}[pass_name]
-    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}[
-        pass_name
-    ]
+    sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}
+    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}
     found = []
-    operands = {"row_pass": 3, "column_pass": 4}.get(pass_name, 0)
-    for held, streamed, warps, stages, maxnreg, in_registers in itertools.product(
-        (64, 128), (16, 32, 64, 128), (4, 8), (2, 3), (None, 168), (False, True) if operands else (False,)
-    ):
-        if maxnreg == 168 and warps > 4:  # brings no further program onto the SM
+    for held, streamed, warps, stages in itertools.product((64, 128), (16, 32, 64, 128), (4, 8), (2, 3)):
+        # Warpgroups that share rows exchange operands through shared memory: much slower.
+        if held < 16 * warps:
             continue
-        if (
-            held < 16 * warps
-        ):  # warpgroups that share rows exchange operands through shared memory: much slower
-            continue
-        registers = held * (sums * head_dim + scores * streamed) / (32 * warps)
-        if in_registers:
-            registers += held * operands * head_dim / (64 * warps)
-        if 64 <= registers <= min(260, 1.4 * (maxnreg or 255)) and (maxnreg or 255) * 32 * warps <= 65536:
+        registers = held * (sums[pass_name] * head_dim + scores[pass_name] * streamed) / (32 * warps)
+        if 64 <= registers <= 260:
             tile = (held, streamed) if not by_keys else (streamed, held)
-            found.append((*tile, warps, stages, maxnreg, in_registers))
+            found.append((*tile, warps, stages))
     return found
 
 
@@ -120,9 +110,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--noncausal", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument(
-        "--tiles", nargs="+", help="only these, as rows,keys,warps,stages,registers,held (0: no)"
-    )
+    parser.add_argument("--tiles", nargs="+", help="only these, as rows,keys,warps,stages")
     parser.add_argument(
         "--seconds", type=float, default=240, help="stop compiling after this long (default 240)"
     )
@@ -137,12 +125,9 @@ def main() -> None:
     for pass_name, head_dim in itertools.product(arguments.passes, arguments.head_dims):
         chosen = candidates(pass_name, head_dim)
         if arguments.tiles:
-            chosen = [tuple(int(x) or None for x in tile.split(",")) for tile in arguments.tiles]
+            chosen = [tuple(map(int, tile.split(","))) for tile in arguments.tiles]
         entry = tiles(pass_name, head_dim, dtype, device)
-        shipped = (
-            *(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")),
-            entry.get("maxnreg"),
-        )
+        shipped = tuple(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
         jobs += [(pass_name, head_dim, tile) for tile in dict.fromkeys([shipped, *chosen])]
     print(f"{len(jobs)} candidates on {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)
 

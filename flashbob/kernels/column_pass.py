@@ -23,7 +23,6 @@ from .common import (
     Problem,
     head_pointer,
     hopper,
-    in_registers,
     keep_mask,
     load_padding,
     load_tile,
@@ -177,7 +176,6 @@ def _column_pass(
     N_k,
     num_heads,
     section,
-    one,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
@@ -191,7 +189,6 @@ def _column_pass(
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
 ):
     num_blocks = tl.cdiv(N_k, BLOCK_N)
     # Under a causal mask the first keys are seen by most rows, and block 0 is first already.
@@ -226,13 +223,6 @@ def _column_pass(
     if DROPOUT:
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
     vector_stride = tl.cast(vector_stride, tl.int64)
-    if IN_REGISTERS:
-        k = in_registers(k, one)
-        v = in_registers(v, one)
-        if HAS_U_K:
-            u_k = in_registers(u_k, one)
-        if HAS_U_V:
-            u_v = in_registers(u_v, one)
 
     k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     v_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -309,7 +299,7 @@ def column_pass(
             q, k, v, do, u_q, u_k, u_v, grad_k, grad_v, vectors,
             *map(strides_of, tensors),
             vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(streamed, num_heads), one=1.0,
+            num_heads=num_heads, section=problem.section(streamed, num_heads),
             HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None,
             **problem.arguments(tensors), **tile,
         )  # fmt: skip

@@ -193,17 +193,6 @@ def load_padding(pointer, strides, batch, start, N_k, BLOCK_N: tl.constexpr):
     return tl.load(pointers, mask=keys < N_k, other=0) != 0
 
 
-@triton.jit
-def in_registers(x, one):
-    """x itself, made a value that no longer comes from a load.
-
-    Triton puts a product's first operand into shared memory if it was loaded. Where it serves a whole loop, registers
-    are better: with 32 columns to a product, reading both operands saturates shared memory at two thirds of the
-    tensor cores' rate. `one` is 1.0, as an argument that the compiler cannot fold away.
-    """
-    return (x.to(tl.float32) * one).to(x.dtype)
-
-
 # --- dropout ------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,6 @@ from .common import (
     Problem,
     head_pointer,
     hopper,
-    in_registers,
     keep_mask,
     key_range,
     load_padding,
@@ -201,7 +200,6 @@ def _row_pass(
     N_k,
     num_heads,
     section,
-    one,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
@@ -216,7 +214,6 @@ def _row_pass(
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
 ):
     HAS_F: tl.constexpr = HAS_U_Q or HAS_U_K
     num_blocks = padded_rows // BLOCK_M
@@ -256,12 +253,6 @@ def _row_pass(
     seed_value, seed_offset = 0, 0
     if DROPOUT:
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
-
-    if IN_REGISTERS:
-        q = in_registers(q, one)
-        do = in_registers(do, one)
-        if HAS_U_Q:
-            u_q = in_registers(u_q, one)
 
     # L = +inf beyond the last row: P is 0 there.
     lse_pointers = lse_ptr + tl.cast(batch_head, tl.int64) * N_q + rows
@@ -374,7 +365,7 @@ def row_pass(
             q, k, v, do, o, lse.contiguous(), dq, u_q, u_k, u_v, grad_q, grad_do, vectors,
             *map(strides_of, tensors),
             vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(streamed, num_heads), one=1.0,
+            num_heads=num_heads, section=problem.section(streamed, num_heads),
             HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None, USE_DQ=dq is not None,
             **problem.arguments(tensors), **tile,
         )  # fmt: skip

@@ -19,8 +19,6 @@ def _entry(
     block_n: int,
     num_warps: int,
     num_stages: int,
-    maxnreg: int | None = None,
-    in_registers: bool = False,
     *,
     measured: bool = False,
 ) -> dict:
@@ -29,8 +27,6 @@ def _entry(
         "BLOCK_N": block_n,
         "num_warps": num_warps,
         "num_stages": num_stages,
-        "maxnreg": maxnreg,  # registers a thread, where fewer than the compiler takes let more programs share an SM
-        "IN_REGISTERS": in_registers,  # row and column pass: the operands that serve the whole loop
         "measured": measured,
     }
 
@@ -120,12 +116,10 @@ def forced(
     block_n: int,
     num_warps: int,
     num_stages: int,
-    maxnreg: int | None = None,
-    in_registers: bool = False,
 ) -> Iterator[None]:
     """Within the block, launch `pass_name` with these tiles whatever the table says: for searches and tests."""
     before = dict(FORCED)
-    FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages, maxnreg, in_registers)
+    FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages)
     tiles.cache_clear()
     try:
         yield
@@ -148,8 +142,7 @@ def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.devic
         entry = _smallest(served, head_dim, dtype.itemsize) or _smallest(_FALLBACK, head_dim, dtype.itemsize)
         if entry is None:
             raise ValueError(f"no tiles for head dimension {head_dim} and {dtype}")
-    unused = {"measured"} if pass_name in ("row_pass", "column_pass") else {"measured", "IN_REGISTERS"}
-    return {name: value for name, value in entry.items() if name not in unused and value is not None}
+    return {name: value for name, value in entry.items() if name != "measured"}
 
 
 def hopper_tile(pass_name: str, head_dim: int) -> dict:
