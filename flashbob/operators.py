@@ -12,12 +12,15 @@ refuses `torch.func`, which `autograd.Function`s with `setup_context` and `vmap`
 """
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn import Parameter
 
 _NUM_OPTIONS = 7
 _NO_GRADIENTS = (None,) * _NUM_OPTIONS
@@ -175,6 +178,9 @@ def _saved(ctx) -> tuple[tuple, tuple]:
 def _setup_forward(ctx, inputs, output):
     (q, k, v), options = inputs[:3], inputs[3:]
     o, lse = output
+    # The second backward's graph passes through the forward by way of O, whose share is in the formulas already: its
+    # gradient is None there, and materialized it would cost a first backward of zeros.
+    ctx.set_materialize_grads(False)
     _save(ctx, (q, k, v, o, lse), options)
 
 
@@ -188,10 +194,22 @@ def _setup_backward_backward(ctx, inputs, output):
     pass
 
 
+def _call(pass_name: str, args: tuple) -> tuple[Tensor, ...]:
+    """The operator where something must see it as one node (tracing, fake tensors, `torch.func`), else its body.
+
+    PyTorch's way from an operator to a body in Python costs more host time than a short sequence's kernels take.
+    """
+    tensors, options = args[:-_NUM_OPTIONS], args[-_NUM_OPTIONS:]
+    plain = all(x is None or type(x) in (Tensor, Parameter) for x in tensors)
+    if not plain or _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active():
+        return getattr(torch.ops.flashbob, pass_name).default(*args)
+    return _run(pass_name, tensors[-1].device.type, tensors, *options)
+
+
 class _Forward(Function):
     @staticmethod
     def forward(*args):
-        return forward(*args)
+        return _call("forward", args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -200,6 +218,8 @@ class _Forward(Function):
 
     @staticmethod
     def backward(ctx, do, _):
+        if do is None:
+            return (None,) * (3 + _NUM_OPTIONS)
         tensors, options = _saved(ctx)
         return *_Backward.apply(do, *tensors, *options), *_NO_GRADIENTS
 
@@ -213,7 +233,7 @@ class _Forward(Function):
 class _Backward(Function):
     @staticmethod
     def forward(*args):
-        return backward(*args)
+        return _call("backward", args)
 
     setup_context = staticmethod(_setup_backward)
 
@@ -233,7 +253,7 @@ class _Backward(Function):
 class _BackwardBackward(Function):
     @staticmethod
     def forward(*args):
-        return backward_backward(*args)
+        return _call("backward_backward", args)
 
     setup_context = staticmethod(_setup_backward_backward)
     backward = staticmethod(_refuse_third_derivative)
@@ -244,10 +264,17 @@ class _BackwardBackward(Function):
         return _fold_batch(_BackwardBackward, info, in_dims, *args)
 
 
+for _function in (_Forward, _Backward, _BackwardBackward):
+    # `Function.apply` asks for it at every call.
+    _function.forward.__signature__ = inspect.signature(_function.forward)
+
+
 # --- torch.compile: formulas registered with the operators -------------------------------------------------------------
 
 
 def _forward_formula(ctx, do, _):
+    if do is None:
+        return (None,) * (3 + _NUM_OPTIONS)
     tensors, options = _saved(ctx)
     return *backward(do, *tensors, *options), *_NO_GRADIENTS
 

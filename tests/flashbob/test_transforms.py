@@ -7,6 +7,7 @@ from torch.func import grad, jacfwd, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashbob import operators, sdpa_bob, set_backend
+from flashbob.backends import tiled
 
 OPTIONS = [
     {"is_causal": True},
@@ -228,3 +229,35 @@ def test_compiled_func_grad_raises(tensors):
     q, k, v, _ = tensors
     with pytest.raises(Exception, match="functorch"):
         torch.compile(grad(lambda q: loss(q, k, v)), backend="aot_eager")(q)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "make_fx"])
+def test_each_pass_runs_once_in_a_second_derivative(traced, monkeypatch):
+    # The graph of the second backward passes through the forward by way of O, whose gradient is None there.
+    calls = []
+    for name in ("forward", "backward", "backward_backward"):
+        body = getattr(tiled, name)
+        monkeypatch.setattr(
+            tiled, name, lambda *a, _name=name, _body=body, **k: (calls.append(_name), _body(*a, **k))[1]
+        )
+
+    def second(q, k, v, u):
+        first = torch.autograd.grad(sdpa_bob(q, k, v).square().sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(first, (q, k, v), (u, u, u))
+
+    inputs = [torch.randn(1, 2, 8, 16, requires_grad=i < 3) for i in range(4)]
+    run = make_fx(second)(*inputs) if traced else second
+    calls.clear()
+    run(*inputs)
+    # `square` differentiates O a second time: that backward is needed.
+    assert sorted(calls) == ["backward", "backward", "backward_backward", "forward"]
+    calls.clear()
+
+    def linear(q, k, v, u):  # its gradient does not depend on O
+        first = torch.autograd.grad(sdpa_bob(q, k, v), (q, k, v), u, create_graph=True)
+        return torch.autograd.grad(first, (q, k, v), (u, u, u))
+
+    run = make_fx(linear)(*inputs) if traced else linear
+    calls.clear()
+    run(*inputs)
+    assert sorted(calls) == ["backward", "backward_backward", "forward"]
