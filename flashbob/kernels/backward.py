@@ -24,12 +24,12 @@ from .common import (
     head_pointer,
     keep_mask,
     key_range,
+    launch,
     load_padding,
     load_tile,
     program_block,
     row_range,
     store_tile,
-    strides_of,
     tile_offsets,
     visible,
 )
@@ -374,30 +374,39 @@ def backward(
     vectors = problem.row_vectors(NUM_VECTORS)
     row_bytes = problem.head_dim * q.element_size()
 
-    tensors = (q, k, v, do, o, dq)
-    tile = tiles("backward_rows", problem.head_dim, problem.dtype, problem.device)
-    num_heads = problem.batch * problem.heads
-    grid = (problem.padded_rows // tile["BLOCK_M"] * num_heads,)
-    with torch.cuda.device_of(q):
-        _backward_rows[grid](
-            q, k, v, do, o, lse.contiguous(), dq, vectors,
-            *map(strides_of, tensors),
-            vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(2 * problem.num_keys * row_bytes, num_heads),
-            **problem.arguments(tensors), **tile,
-        )  # fmt: skip
+    tensors = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "o_ptr": o, "lse_ptr": lse.contiguous(), "dq_ptr": dq,
+        "vectors_ptr": vectors, **problem.side_tensors,
+    }  # fmt: skip
 
-    tensors = (q, k, v, do, dk, dv)
-    tile = tiles("backward_keys", problem.head_dim, problem.dtype, problem.device)
-    num_heads = problem.batch * problem.kv_heads
-    group = problem.heads // problem.kv_heads
-    grid = (triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads,)
-    with torch.cuda.device_of(q):
-        _backward_keys[grid](
-            q, k, v, do, dk, dv, vectors,
-            *map(strides_of, tensors),
-            vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(2 * group * problem.num_rows * row_bytes, num_heads),
-            **problem.arguments(tensors), **tile,
-        )  # fmt: skip
+    def prepare_rows() -> tuple[int, dict]:
+        tile = tiles("backward_rows", problem.head_dim, problem.dtype, problem.device)
+        num_heads = problem.batch * problem.heads
+        more = {
+            "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
+            "num_heads": num_heads, "section": problem.section(2 * problem.num_keys * row_bytes, num_heads),
+        }  # fmt: skip
+        programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
+        return programs, problem.arguments(tensors.values()) | more | tile
+
+    launch(_backward_rows, problem, tensors, prepare_rows)
+
+    tensors = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "dk_ptr": dk, "dv_ptr": dv, "vectors_ptr": vectors,
+        **problem.side_tensors,
+    }  # fmt: skip
+
+    def prepare_keys() -> tuple[int, dict]:
+        tile = tiles("backward_keys", problem.head_dim, problem.dtype, problem.device)
+        num_heads = problem.batch * problem.kv_heads
+        group = problem.heads // problem.kv_heads
+        streamed = 2 * group * problem.num_rows * row_bytes
+        more = {
+            "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
+            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
+        }  # fmt: skip
+        programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
+        return programs, problem.arguments(tensors.values()) | more | tile
+
+    launch(_backward_keys, problem, tensors, prepare_keys)
     return dq, dk, dv

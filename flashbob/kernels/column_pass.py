@@ -24,12 +24,12 @@ from .common import (
     head_pointer,
     hopper,
     keep_mask,
+    launch,
     load_padding,
     load_tile,
     program_block,
     row_range,
     store_tile,
-    strides_of,
     tile_offsets,
     visible,
 )
@@ -288,19 +288,23 @@ def column_pass(
         tile = hopper_tile("column_pass", problem.head_dim)
         return own.column_pass(problem, u_q, u_k, u_v, do, q, k, v, vectors, tile=tile)
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    tensors = (q, k, v, do, u_q, u_k, u_v, grad_k, grad_v)
-    tile = tiles("column_pass", problem.head_dim, problem.dtype, problem.device)
-    num_heads = problem.batch * problem.kv_heads
-    group = problem.heads // problem.kv_heads
-    streamed = (2 + (u_q is not None)) * group * problem.num_rows * problem.head_dim * q.element_size()
-    grid = (triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads,)
-    with torch.cuda.device_of(q):
-        _column_pass[grid](
-            q, k, v, do, u_q, u_k, u_v, grad_k, grad_v, vectors,
-            *map(strides_of, tensors),
-            vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
-            HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None,
-            **problem.arguments(tensors), **tile,
-        )  # fmt: skip
+    tensors = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "u_q_ptr": u_q, "u_k_ptr": u_k, "u_v_ptr": u_v,
+        "grad_k_ptr": grad_k, "grad_v_ptr": grad_v, "vectors_ptr": vectors, **problem.side_tensors,
+    }  # fmt: skip
+
+    def prepare() -> tuple[int, dict]:
+        tile = tiles("column_pass", problem.head_dim, problem.dtype, problem.device)
+        num_heads = problem.batch * problem.kv_heads
+        group = problem.heads // problem.kv_heads
+        streamed = (2 + (u_q is not None)) * group * problem.num_rows * problem.head_dim * q.element_size()
+        more = {
+            "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
+            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
+            "HAS_U_Q": u_q is not None, "HAS_U_K": u_k is not None, "HAS_U_V": u_v is not None,
+        }  # fmt: skip
+        programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
+        return programs, problem.arguments(tensors.values()) | more | tile
+
+    launch(_column_pass, problem, tensors, prepare)
     return grad_k, grad_v

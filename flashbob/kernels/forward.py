@@ -19,11 +19,11 @@ from .common import (
     head_pointer,
     keep_mask,
     key_range,
+    launch,
     load_padding,
     load_tile,
     program_block,
     store_tile,
-    strides_of,
     tile_offsets,
     visible,
 )
@@ -187,16 +187,15 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """(O like q, L fp32 [B, H, N_q], natural log; rows without keys have O = 0 and L = +inf)."""
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tensors = (q, k, v, o)
-    tile = tiles("forward", problem.head_dim, problem.dtype, problem.device)
-    num_heads = problem.batch * problem.heads
-    streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
-    grid = (triton.cdiv(problem.num_rows, tile["BLOCK_M"]) * num_heads,)
-    with torch.cuda.device_of(q):
-        _forward[grid](
-            q, k, v, o, lse,
-            *map(strides_of, tensors),
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
-            **problem.arguments(tensors), **tile,
-        )  # fmt: skip
+    tensors = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": o, "lse_ptr": lse, **problem.side_tensors}
+
+    def prepare() -> tuple[int, dict]:
+        tile = tiles("forward", problem.head_dim, problem.dtype, problem.device)
+        num_heads = problem.batch * problem.heads
+        streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
+        heads = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
+        programs = triton.cdiv(problem.num_rows, tile["BLOCK_M"]) * num_heads
+        return programs, problem.arguments(tensors.values()) | heads | tile
+
+    launch(_forward, problem, tensors, prepare)
     return o, lse

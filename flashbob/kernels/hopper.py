@@ -5,6 +5,10 @@ a warpgroup issues all score products of a tile, works on the first while the ot
 soon as its operand is ready; tiles arrive by TMA, ordered ahead of time. Formulas and results are those of
 row_pass.py and column_pass.py, which serve everything that `able` refuses.
 
+With d = 128 the sums alone would fill a warpgroup's registers. There two warpgroups (PAIR) share a block: each computes the
+scores of half of the streamed tile and the sums of half of the columns, and the operands of the output products
+(P and its like) pass between them through shared memory.
+
 Runs with Gluon of triton 3.6; compiled for sm_90 with that of 3.9 too.
 """
 
@@ -19,6 +23,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -26,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .common import DO_NOT_SPECIALIZE, Problem
+from .common import DO_NOT_SPECIALIZE, Problem, launch
 
 # Their names in triton 3.9, and in 3.6.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -62,6 +67,186 @@ def _next_tile(start, head, first, end, BLOCK: gl.constexpr):
     return gl.where(wrap, first, start), gl.where(wrap, head + 1, head)
 
 
+@gluon.jit
+def _share(tile, operands, index: gl.constexpr, PAIR: gl.constexpr, OPERAND: gl.constexpr):
+    """A tile of scores as the left operand of an output product: in registers; of a PAIR, in shared memory for both."""
+    if PAIR:
+        buffer = operands.index(index)
+        buffer.store(tile)
+        return buffer
+    else:
+        return gl.convert_layout(tile, OPERAND)
+
+
+@gluon.jit
+def _meet(PAIR: gl.constexpr):
+    """Both warpgroups of a PAIR have stored their halves, and the tensor cores may read them."""
+    if PAIR:
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
+def _stream_rows(
+    descs,
+    held,
+    rings,
+    barriers,
+    place,
+    first_head,
+    H,
+    lo,
+    hi,
+    total,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The column pass's copying warp. Barrier i: tile i has come; STAGES + i: it is used up; the last: K, V, U_K, U_V have come."""
+    q_desc, do_desc, u_q_desc, k_desc, v_desc, u_k_desc, u_v_desc, vectors_desc = descs
+    k_smem, v_smem, u_k_smem, u_v_smem = held
+    q_ring, do_ring, u_q_ring, vectors_ring = rings
+    batch, kv_head, _, n0 = place
+    TILE_BYTES: gl.constexpr = 3 * BLOCK_M * HEAD_DIM * 2 + 4 * BLOCK_M * 4
+    held_barrier = barriers.index(2 * STAGES)
+    mbarrier.expect(held_barrier, 4 * BLOCK_N * HEAD_DIM * 2)
+    _fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
+    _fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
+    _fetch(u_k_desc, batch, kv_head, n0, held_barrier, u_k_smem, True)
+    _fetch(u_v_desc, batch, kv_head, n0, held_barrier, u_v_smem, True)
+    m0, head = lo, first_head
+    slot, phase = 0 * total, 0 * total + 1  # the phase before a barrier's first counts as complete
+    for _ in range(total):
+        mbarrier.wait(barriers.index(STAGES + slot), phase)
+        here = barriers.index(slot)
+        mbarrier.expect(here, TILE_BYTES)
+        _fetch(q_desc, batch, head, m0, here, q_ring.index(slot), True)
+        _fetch(do_desc, batch, head, m0, here, do_ring.index(slot), True)
+        _fetch(u_q_desc, batch, head, m0, here, u_q_ring.index(slot), True)
+        _fetch_vectors(vectors_desc, batch * H + head, m0, here, vectors_ring.index(slot), True)
+        m0, head = _next_tile(m0, head, lo, hi, BLOCK_M)
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
+def _sum_over_rows(
+    held,
+    rings,
+    operands,
+    barriers,
+    place,
+    bounds,
+    scale,
+    window,
+    outputs,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD_OPERANDS: gl.constexpr,
+    PAIR: gl.constexpr,
+):
+    """The computing warps of the column pass."""
+    k_smem, v_smem, u_k_smem, u_v_smem = held
+    q_ring, do_ring, u_q_ring, vectors_ring = rings
+    batch, kv_head, split, n0 = place
+    lo, hi, full_begin, full_end, total, N_q, N_k = bounds
+    grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride = outputs
+    dtype: gl.constexpr = q_ring.dtype
+    GROUPS: gl.constexpr = 2 if PAIR else 1
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, HEAD_DIM // GROUPS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    k = k_smem.reshape([BLOCK_N, HEAD_DIM])
+    v = v_smem.reshape([BLOCK_N, HEAD_DIM])
+    u_k = u_k_smem.reshape([BLOCK_N, HEAD_DIM])
+    u_v = u_v_smem.reshape([BLOCK_N, HEAD_DIM])
+    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    # Products of two operands in shared memory, 32 columns wide, are held up by it: keep what registers have room for.
+    if HELD_OPERANDS >= 1:
+        k = k.load(HELD)
+    if HELD_OPERANDS >= 2:
+        v = v.load(HELD)
+    if HELD_OPERANDS >= 3:
+        u_v = u_v.load(HELD)
+    if HELD_OPERANDS >= 4:
+        u_k = u_k.load(HELD)
+
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
+    keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
+    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
+    k_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
+    v_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
+
+    m0 = lo
+    stage, phase = 0 * total, 0 * total
+    mbarrier.wait(barriers.index(0), 0, pred=total > 0)
+    s = warpgroup_mma(k, q_ring.index(0).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False)
+    for it in range(total):
+        q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        u_q = u_q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        vectors = vectors_ring.index(stage).reshape([4, BLOCK_M])  # log2(e) L, D, α, α D + E
+        a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
+        f = warpgroup_mma(k, u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        f = warpgroup_mma(u_k, q.permute([1, 0]), f, is_async=True)
+        c = warpgroup_mma(u_v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+
+        p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
+        if CAUSAL:
+            if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
+                distance = m0 + columns[None, :] + (N_k - N_q) - keys[:, None]
+                valid = distance >= 0
+                if WINDOW:
+                    valid = valid & (distance < window)
+                p = gl.where(valid, p, 0.0)
+        a = warpgroup_mma_wait(3, deps=[a])
+        centered = a - vectors.slice(1, 1).load(SCORES)
+        pc = _share((p * centered).to(dtype), operands, 0, PAIR, OPERAND)
+        if not PAIR:
+            k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
+            f = warpgroup_mma_wait(2, deps=[f])
+        else:
+            f = warpgroup_mma_wait(1, deps=[f])
+        h = f * scale - vectors.slice(2, 1).load(SCORES)  # h = F − α
+        ph = _share((p * h).to(dtype), operands, 1, PAIR, OPERAND)
+        _meet(PAIR)
+        if PAIR:
+            k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
+        v_sum = warpgroup_mma(ph, do, v_sum, is_async=True)  # (P ⊙ h)ᵀ dO
+        c = warpgroup_mma_wait(2, deps=[c])
+        # S̃ = P ⊙ (P̃ − E)
+        ps = (p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype)
+        ps = _share(ps, operands, 2, PAIR, OPERAND)
+        _meet(PAIR)
+        used = STAGES + stage
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
+        k_sum = warpgroup_mma(ps, q, k_sum, is_async=True)  # S̃ᵀ Q
+        # The next tile's first product runs in the shadow of this one's last. Sums in flight across the loop's edge would
+        # make ptxas serialize every product.
+        mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+        next_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
+        mbarrier.arrive(barriers.index(used), count=1)
+
+    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    exists = (out_keys < N_k)[:, None]
+    offset = split.to(gl.int64) * split_stride
+    grad_k = _tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
+    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
+    grad_v = _tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
+    gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
+
+
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _column_pass(
     q_desc,
@@ -93,15 +278,10 @@ def _column_pass(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
-    AHEAD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, HEAD_DIM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-
+    PAIR: gl.constexpr = num_warps == 8
     num_blocks = gl.cdiv(N_k, BLOCK_N)
     # A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
     block, part = _program_block(num_blocks, num_heads, section)
@@ -122,8 +302,7 @@ def _column_pass(
         if WINDOW:
             full_end = n0 - shift + window  # and up to here
             hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
-    num_tiles = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M)
-    total = num_tiles * MEMBERS
+    total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
 
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -133,134 +312,35 @@ def _column_pass(
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
     u_q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], u_q_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 1, BLOCK_M], vectors_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    TILE_BYTES: gl.constexpr = 3 * BLOCK_M * HEAD_DIM * 2 + 4 * BLOCK_M * 4
-    for i in gl.static_range(STAGES + 1):
+    operands = k_smem  # of a single warpgroup, unused
+    if PAIR:
+        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+        operands = gl.allocate_shared_memory(dtype, [3, BLOCK_N, BLOCK_M], SHARED)
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * STAGES + 1):
         mbarrier.init(barriers.index(i), count=1)
 
-    held_barrier = barriers.index(STAGES)
-    mbarrier.expect(held_barrier, 4 * BLOCK_N * HEAD_DIM * 2)
-    _fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
-    _fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
-    _fetch(u_k_desc, batch, kv_head, n0, held_barrier, u_k_smem, True)
-    _fetch(u_v_desc, batch, kv_head, n0, held_barrier, u_v_smem, True)
-    # The tile to fetch next: rows from next_m0 on of query head next_head, into slot.
-    next_m0, next_head = lo, first_head
-    for i in gl.static_range(STAGES - 1):
-        pred = i < total
-        mbarrier.expect(barriers.index(i), TILE_BYTES, pred=pred)
-        _fetch(q_desc, batch, next_head, next_m0, barriers.index(i), q_ring.index(i), pred)
-        _fetch(do_desc, batch, next_head, next_m0, barriers.index(i), do_ring.index(i), pred)
-        _fetch(u_q_desc, batch, next_head, next_m0, barriers.index(i), u_q_ring.index(i), pred)
-        _fetch_vectors(
-            vectors_desc, batch * H + next_head, next_m0, barriers.index(i), vectors_ring.index(i), pred
-        )
-        next_m0, next_head = _next_tile(next_m0, next_head, lo, hi, BLOCK_M)
-    slot = STAGES - 1 + 0 * total
-
-    k = k_smem.reshape([BLOCK_N, HEAD_DIM])
-    v = v_smem.reshape([BLOCK_N, HEAD_DIM])
-    u_k = u_k_smem.reshape([BLOCK_N, HEAD_DIM])
-    u_v = u_v_smem.reshape([BLOCK_N, HEAD_DIM])
-    mbarrier.wait(held_barrier, 0)
-    # Products of two operands in shared memory, 32 columns wide, are held up by it: keep what registers have room for.
-    if HELD_OPERANDS >= 1:
-        k = k.load(HELD)
-    if HELD_OPERANDS >= 2:
-        v = v.load(HELD)
-    if HELD_OPERANDS >= 3:
-        u_v = u_v.load(HELD)
-    if HELD_OPERANDS >= 4:
-        u_k = u_k.load(HELD)
-
-    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
-    keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
-    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
-    k_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
-    v_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
-
-    m0 = lo
-    stage, phase = 0 * total, 0 * total
-    s = nothing
-    if AHEAD:
-        mbarrier.wait(barriers.index(0), 0, pred=total > 0)
-        s = warpgroup_mma(k, q_ring.index(0).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]), s, use_acc=False)
-    for it in range(total):
-        if not AHEAD:
-            mbarrier.wait(barriers.index(stage), phase)
-        q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        u_q = u_q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        vectors = vectors_ring.index(stage).reshape([4, BLOCK_M])  # log2(e) L, D, α, α D + E
-        if not AHEAD:
-            s = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
-        f = warpgroup_mma(k, u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        f = warpgroup_mma(u_k, q.permute([1, 0]), f, is_async=True)
-        c = warpgroup_mma(u_v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
-
-        if not AHEAD:
-            s = warpgroup_mma_wait(4, deps=[s])
-        thread_barrier()  # every warp is done with the tile before: its slot can be filled
-        pred = it + STAGES - 1 < total
-        bar = barriers.index(slot)
-        mbarrier.expect(bar, TILE_BYTES, pred=pred)
-        _fetch(q_desc, batch, next_head, next_m0, bar, q_ring.index(slot), pred)
-        _fetch(do_desc, batch, next_head, next_m0, bar, do_ring.index(slot), pred)
-        _fetch(u_q_desc, batch, next_head, next_m0, bar, u_q_ring.index(slot), pred)
-        _fetch_vectors(vectors_desc, batch * H + next_head, next_m0, bar, vectors_ring.index(slot), pred)
-        next_m0, next_head = _next_tile(next_m0, next_head, lo, hi, BLOCK_M)
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-
-        p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
-        if CAUSAL:
-            if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
-                distance = m0 + columns[None, :] + (N_k - N_q) - keys[:, None]
-                valid = distance >= 0
-                if WINDOW:
-                    valid = valid & (distance < window)
-                p = gl.where(valid, p, 0.0)
-        a = warpgroup_mma_wait(3, deps=[a])
-        centered = a - vectors.slice(1, 1).load(SCORES)
-        pc = gl.convert_layout((p * centered).to(dtype), OPERAND)
-        k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
-        f = warpgroup_mma_wait(2, deps=[f])
-        h = f * scale - vectors.slice(2, 1).load(SCORES)  # h = F − α
-        ph = gl.convert_layout((p * h).to(dtype), OPERAND)
-        v_sum = warpgroup_mma(ph, do, v_sum, is_async=True)  # (P ⊙ h)ᵀ dO
-        c = warpgroup_mma_wait(2, deps=[c])
-        ps = gl.convert_layout(
-            (p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype), OPERAND
-        )  # S̃ = P ⊙ (P̃ − E)
-        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
-        k_sum = warpgroup_mma(ps, q, k_sum, is_async=True)  # S̃ᵀ Q
-        # Sums in flight across the loop's edge would make ptxas serialize every product.
-        if AHEAD:
-            # The next tile's first product runs in the shadow of this one's last.
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            s = warpgroup_mma(
-                k,
-                q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]),
-                nothing,
-                use_acc=False,
-                is_async=True,
-            )
-            k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
-        else:
-            k_sum, v_sum = warpgroup_mma_wait(0, deps=[k_sum, v_sum])
-
-    for i in gl.static_range(STAGES + 1):
-        mbarrier.invalidate(barriers.index(i))
-    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-    exists = (out_keys < N_k)[:, None]
-    offset = split.to(gl.int64) * split_stride
-    grad_k = _tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
-    grad_v = _tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
+    descs = (q_desc, do_desc, u_q_desc, k_desc, v_desc, u_k_desc, u_v_desc, vectors_desc)
+    held = (k_smem, v_smem, u_k_smem, u_v_smem)
+    rings = (q_ring, do_ring, u_q_ring, vectors_ring)
+    place = (batch, kv_head, split, n0)
+    bounds = (lo, hi, full_begin, full_end, total, N_q, N_k)
+    outputs = (grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride)
+    gl.warp_specialize(
+        [
+            (
+                _sum_over_rows,
+                (held, rings, operands, barriers, place, bounds, scale, window, outputs,
+                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR),
+            ),
+            (
+                _stream_rows,
+                (descs, held, rings, barriers, place, first_head, H, lo, hi, total, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES),
+            ),
+        ],
+        [1],
+        [24],  # registers of the copying warp; the others get what it leaves
+    )  # fmt: skip
 
 
 def column_pass(
@@ -287,21 +367,37 @@ def column_pass(
     if splits > 1:
         sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
         split_stride = sums_k.stride(0)
-    streamed = 3 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
-    num_heads *= splits
-    with torch.cuda.device_of(q):
-        _column_pass[(num_blocks * num_heads,)](
-            *(_descriptor(x, block_m) for x in (q, do, u_q)), *(_descriptor(x, block_n) for x in (k, v, u_k, u_v)),
-            _vectors_descriptor(vectors, block_m), sums_k, sums_v, sums_k.stride()[-4:], sums_v.stride()[-4:], split_stride,
-            scale=problem.scale, window=problem.window_size or 0, H=problem.heads, GROUP=group, MEMBERS=group // splits,
-            N_q=problem.num_rows, N_k=problem.num_keys,
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
-            CAUSAL=problem.is_causal, WINDOW=problem.window_size is not None, HEAD_DIM=problem.head_dim, **tile,
-        )  # fmt: skip
+    tensors = {
+        "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
+        "vectors_desc": vectors, "grad_k_ptr": sums_k, "grad_v_ptr": sums_v,
+    }  # fmt: skip
+
+    def prepare() -> tuple[int, dict]:
+        streamed = 3 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
+        descriptors = {
+            f"{name}_desc": _descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
+        }
+        for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
+            descriptors[f"{name}_desc"] = _descriptor(x, block_n)
+        return num_blocks * num_heads * splits, descriptors | _arguments(problem) | tile | {
+            "vectors_desc": _vectors_descriptor(vectors, block_m),
+            "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:], "split_stride": split_stride,
+            "MEMBERS": group // splits,
+            "num_heads": num_heads * splits, "section": problem.section(streamed, num_heads * splits),
+            "maxnreg": _share_of_registers(tile["num_warps"]),
+        }  # fmt: skip
+
+    launch(_column_pass, problem, tensors, prepare, tuple(tile.values()))
     if splits > 1:
         grad_k.copy_(sums_k.sum(0))
         grad_v.copy_(sums_v.sum(0))
     return grad_k, grad_v
+
+
+def _share_of_registers(num_warps: int) -> int:
+    """Registers a thread when the kernel starts, with the four warps among which the copying one is: two programs of four
+    computing warps fit on a multiprocessor, or one of eight. The copying warp then hands most of its share over."""
+    return 128 if num_warps == 4 else 168
 
 
 def _splits(programs: int, group: int, device: torch.device) -> int:
@@ -309,6 +405,23 @@ def _splits(programs: int, group: int, device: torch.device) -> int:
     few key heads. The parts are added up in a fixed order, so that results stay the same on every run."""
     enough = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
+
+
+@gluon.jit
+def _sum_over_keys(tile, PAIR: gl.constexpr):
+    """Row sums of a tile [rows, keys]; of a PAIR, each thread's share alone, which `_sum_over_threads` adds up at the end."""
+    if PAIR:
+        return gl.sum(gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 16, 8]), 2)
+    else:
+        return gl.sum(tile, 1)
+
+
+@gluon.jit
+def _sum_over_threads(sums, PAIR: gl.constexpr, ROWS: gl.constexpr):
+    if PAIR:
+        return gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), ROWS)
+    else:
+        return sums
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -349,12 +462,13 @@ def _row_pass(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
-    AHEAD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, HEAD_DIM, 16])
+    PAIR: gl.constexpr = num_warps == 8
+    GROUPS: gl.constexpr = 2 if PAIR else 1
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, HEAD_DIM // GROUPS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -386,6 +500,10 @@ def _row_pass(
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
     u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], u_k_desc.layout)
     u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], u_v_desc.layout)
+    operands = q_smem  # of a single warpgroup, unused
+    if PAIR:
+        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
+        operands = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N], SHARED)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES + 1):
         mbarrier.init(barriers.index(i), count=1)
@@ -428,34 +546,26 @@ def _row_pass(
 
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    alpha = gl.zeros([BLOCK_M], gl.float32, ROWS)
-    e0 = gl.zeros([BLOCK_M], gl.float32, ROWS)
+    alpha = _sum_over_keys(nothing, PAIR)
+    e0 = alpha
     omega = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
     b = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
     do_sum = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
 
     stage, phase = 0 * total, 0 * total
-    s = nothing
-    if AHEAD:
-        mbarrier.wait(barriers.index(0), 0, pred=total > 0)
-        s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), s, use_acc=False)
+    mbarrier.wait(barriers.index(0), 0, pred=total > 0)
+    s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False)
     for it in range(total):
         n0 = lo + it * BLOCK_N
-        if not AHEAD:
-            mbarrier.wait(barriers.index(stage), phase)
         k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         v = v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         u_k = u_k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         u_v = u_v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        if not AHEAD:
-            s = warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
         a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
         f = warpgroup_mma(u_q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
         f = warpgroup_mma(q, u_k.permute([1, 0]), f, is_async=True)
         c = warpgroup_mma(do, u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
-        if not AHEAD:
-            s = warpgroup_mma_wait(4, deps=[s])
         thread_barrier()  # every warp is done with the tile before: its slot can be filled
         next_n0 = n0 + (STAGES - 1) * BLOCK_N
         pred = next_n0 < hi
@@ -476,39 +586,47 @@ def _row_pass(
                 if WINDOW:
                     valid = valid & (distance < window)
             p = gl.where(valid, p, 0.0)
-        pb = gl.convert_layout(p.to(dtype), OPERAND)
-        b = warpgroup_mma(pb, k, b, is_async=True)  # P K
-        do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
-        a = warpgroup_mma_wait(5, deps=[a])
+        pb = _share(p.to(dtype), operands, 0, PAIR, OPERAND)
+        if not PAIR:
+            b = warpgroup_mma(pb, k, b, is_async=True)  # P K
+            do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
+            a = warpgroup_mma_wait(5, deps=[a])
+        else:
+            a = warpgroup_mma_wait(3, deps=[a])
         centered = a - delta[:, None]
-        pc = gl.convert_layout((p * centered).to(dtype), OPERAND)
+        pc = _share((p * centered).to(dtype), operands, 1, PAIR, OPERAND)
+        _meet(PAIR)
+        if PAIR:
+            b = warpgroup_mma(pb, k, b, is_async=True)  # P K
+            do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
         omega = warpgroup_mma(pc, u_k, omega, is_async=True)  # dS U_K
         f = warpgroup_mma_wait(4, deps=[f])
         f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
         pf = p * f
-        alpha += gl.sum(pf, 1)
-        pf = gl.convert_layout(pf.to(dtype), OPERAND)
-        do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
-        c = warpgroup_mma_wait(4, deps=[c])
+        alpha += _sum_over_keys(pf, PAIR)
+        pf = _share(pf.to(dtype), operands, 2, PAIR, OPERAND)
+        if not PAIR:
+            do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
+            c = warpgroup_mma_wait(4, deps=[c])
+        else:
+            c = warpgroup_mma_wait(3, deps=[c])
         ps = p * (f * centered + c)  # P ⊙ P̃°
-        e0 += gl.sum(ps, 1)
-        ps = gl.convert_layout(ps.to(dtype), OPERAND)
+        e0 += _sum_over_keys(ps, PAIR)
+        ps = _share(ps.to(dtype), operands, 3, PAIR, OPERAND)
+        _meet(PAIR)
+        if PAIR:
+            do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
         phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         omega = warpgroup_mma(ps, k, omega, is_async=True)  # (P ⊙ P̃°) K
-        if AHEAD:
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            s = warpgroup_mma(
-                q,
-                k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]),
-                nothing,
-                use_acc=False,
-                is_async=True,
-            )
-            b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
-        else:
-            b, do_sum, omega = warpgroup_mma_wait(0, deps=[b, do_sum, omega])
+        # The next tile's first product runs in the shadow of this one's last.
+        mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+        next_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
 
+    alpha = _sum_over_threads(alpha, PAIR, ROWS)
+    e0 = _sum_over_threads(e0, PAIR, ROWS)
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(barriers.index(i))
     vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
@@ -557,22 +675,43 @@ def row_pass(
     """As `row_pass.row_pass`, of a call that `able` takes."""
     grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
     vectors = problem.row_vectors(4)
-    num_heads = problem.batch * problem.heads
-    streamed = 4 * problem.num_keys * problem.head_dim * q.element_size()
-    block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    grid = (problem.padded_rows // block_m * num_heads,)
-    outputs = (do, o, dq, grad_q, grad_do)
-    with torch.cuda.device_of(q):
-        _row_pass[grid](
-            *(_descriptor(x, block_m) for x in (q, do, u_q)), *(_descriptor(x, block_n) for x in (k, v, u_k, u_v)),
-            do, o, dq, lse.contiguous(), grad_q, grad_do, vectors, *(x.stride() for x in outputs),
-            vectors.stride(0), problem.padded_rows,
-            scale=problem.scale, window=problem.window_size or 0, H=problem.heads, GROUP=problem.heads // problem.kv_heads,
-            N_q=problem.num_rows, N_k=problem.num_keys,
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
-            CAUSAL=problem.is_causal, WINDOW=problem.window_size is not None, HEAD_DIM=problem.head_dim, **tile,
-        )  # fmt: skip
+    tensors = {
+        "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
+        "do_ptr": do, "o_ptr": o, "dq_ptr": dq, "lse_ptr": lse.contiguous(), "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
+        "vectors_ptr": vectors,
+    }  # fmt: skip
+
+    def prepare() -> tuple[int, dict]:
+        block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
+        num_heads = problem.batch * problem.heads
+        streamed = 4 * problem.num_keys * problem.head_dim * q.element_size()
+        descriptors = {
+            f"{name}_desc": _descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
+        }
+        for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
+            descriptors[f"{name}_desc"] = _descriptor(x, block_n)
+        return problem.padded_rows // block_m * num_heads, descriptors | _arguments(problem) | tile | {
+            "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
+            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
+        }  # fmt: skip
+
+    launch(_row_pass, problem, tensors, prepare, tuple(tile.values()))
     return grad_q, grad_do, vectors
+
+
+def _arguments(problem: Problem) -> dict:
+    """Arguments that both kernels take."""
+    return {
+        "scale": problem.scale,
+        "window": problem.window_size or 0,
+        "H": problem.heads,
+        "GROUP": problem.heads // problem.kv_heads,
+        "N_q": problem.num_rows,
+        "N_k": problem.num_keys,
+        "CAUSAL": problem.is_causal,
+        "WINDOW": problem.window_size is not None,
+        "HEAD_DIM": problem.head_dim,
+    }
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
@@ -607,5 +746,10 @@ def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    outer = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
+    return x.data_ptr() % 16 == 0 and _aligned_strides(x.shape, x.stride())
+
+
+@functools.cache
+def _aligned_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    outer = [stride for size, stride in zip(shape[:3], strides) if size > 1]
+    return strides[3] == 1 and all(s > 0 and s % 8 == 0 for s in outer)

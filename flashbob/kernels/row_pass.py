@@ -28,11 +28,11 @@ from .common import (
     hopper,
     keep_mask,
     key_range,
+    launch,
     load_padding,
     load_tile,
     program_block,
     store_tile,
-    strides_of,
     tile_offsets,
     visible,
 )
@@ -354,19 +354,24 @@ def row_pass(
         return own.row_pass(problem, u_q, u_k, u_v, do, q, k, v, o, lse, dq, tile=tile)
     grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
     vectors = problem.row_vectors(NUM_VECTORS)
-    tensors = (q, k, v, do, o, dq, u_q, u_k, u_v, grad_q, grad_do)
-    tile = tiles("row_pass", problem.head_dim, problem.dtype, problem.device)
-    num_heads = problem.batch * problem.heads
-    num_streamed = 2 + (u_k is not None) + (u_v is not None)
-    streamed = num_streamed * problem.num_keys * problem.head_dim * q.element_size()
-    grid = (problem.padded_rows // tile["BLOCK_M"] * num_heads,)
-    with torch.cuda.device_of(q):
-        _row_pass[grid](
-            q, k, v, do, o, lse.contiguous(), dq, u_q, u_k, u_v, grad_q, grad_do, vectors,
-            *map(strides_of, tensors),
-            vectors.stride(0), problem.padded_rows,
-            num_heads=num_heads, section=problem.section(streamed, num_heads),
-            HAS_U_Q=u_q is not None, HAS_U_K=u_k is not None, HAS_U_V=u_v is not None, USE_DQ=dq is not None,
-            **problem.arguments(tensors), **tile,
-        )  # fmt: skip
+    tensors = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "o_ptr": o, "lse_ptr": lse.contiguous(), "dq_ptr": dq,
+        "u_q_ptr": u_q, "u_k_ptr": u_k, "u_v_ptr": u_v, "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
+        "vectors_ptr": vectors, **problem.side_tensors,
+    }  # fmt: skip
+
+    def prepare() -> tuple[int, dict]:
+        tile = tiles("row_pass", problem.head_dim, problem.dtype, problem.device)
+        num_heads = problem.batch * problem.heads
+        num_streamed = 2 + (u_k is not None) + (u_v is not None)
+        streamed = num_streamed * problem.num_keys * problem.head_dim * q.element_size()
+        more = {
+            "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
+            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
+            "HAS_U_Q": u_q is not None, "HAS_U_K": u_k is not None, "HAS_U_V": u_v is not None, "USE_DQ": dq is not None,
+        }  # fmt: skip
+        programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
+        return programs, problem.arguments(tensors.values()) | more | tile
+
+    launch(_row_pass, problem, tensors, prepare)
     return grad_q, grad_do, vectors

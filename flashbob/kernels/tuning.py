@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .common import INTERPRETED
+from .common import INTERPRETED, forget_launches
 
 # Keyed by compute capability, then pass, then (largest head dimension that the entry serves, bytes of an
 # element). BLOCK_M counts rows and BLOCK_N keys in every pass. `measured` marks what won a search on that
@@ -70,40 +70,24 @@ _FALLBACK = {
     (128, 4): _entry(16, 16, 4, 1),
     (256, 4): _entry(16, 16, 8, 1),
 }
+
+
+def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int, num_warps: int) -> dict:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "STAGES": stages,
+        "HELD_OPERANDS": held_operands,
+        "num_warps": num_warps,
+    }
+
+
 # The Gluon kernels of hopper.py, by pass and head dimension, for bf16 and fp16.
 _HOPPER: dict[tuple[str, int], dict] = {
-    ("row_pass", 64): {
-        "BLOCK_M": 64,
-        "BLOCK_N": 32,
-        "STAGES": 2,
-        "HELD_OPERANDS": 3,
-        "AHEAD": True,
-        "num_warps": 4,
-    },
-    ("row_pass", 128): {
-        "BLOCK_M": 64,
-        "BLOCK_N": 16,
-        "STAGES": 3,
-        "HELD_OPERANDS": 0,
-        "AHEAD": True,
-        "num_warps": 4,
-    },
-    ("column_pass", 64): {
-        "BLOCK_M": 32,
-        "BLOCK_N": 64,
-        "STAGES": 3,
-        "HELD_OPERANDS": 4,
-        "AHEAD": True,
-        "num_warps": 4,
-    },
-    ("column_pass", 128): {
-        "BLOCK_M": 16,
-        "BLOCK_N": 64,
-        "STAGES": 3,
-        "HELD_OPERANDS": 2,
-        "AHEAD": True,
-        "num_warps": 4,
-    },
+    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=3, num_warps=4),
+    ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1, num_warps=8),
+    ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4, num_warps=4),
+    ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2, num_warps=8),
 }
 _INTERPRETER = _entry(32, 32, 1, 1)
 FORCED: dict[str, dict] = {}  # tiles of the plain kernels that `forced` asks for
@@ -120,13 +104,18 @@ def forced(
     """Within the block, launch `pass_name` with these tiles whatever the table says: for searches and tests."""
     before = dict(FORCED)
     FORCED[pass_name] = _entry(block_m, block_n, num_warps, num_stages)
-    tiles.cache_clear()
+    _forget()
     try:
         yield
     finally:
         FORCED.clear()
         FORCED.update(before)
-        tiles.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    tiles.cache_clear()
+    forget_launches()
 
 
 @functools.lru_cache(maxsize=1024)

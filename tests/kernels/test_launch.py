@@ -1,0 +1,119 @@
+"""Launches that go straight to a compiled kernel: the same arguments in the same places as triton's own launch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashbob.kernels import common
+from flashbob.kernels.common import Problem, forget_launches, launch
+
+
+class Kernel:
+    """What `launch` needs of a JITFunction; records what a launch got."""
+
+    arg_names = ("q_ptr", "q_strides", "mask", "scale", "k_desc", "BLOCK")
+
+    def __init__(self):
+        self.compilations, self.launches = [], []
+
+    def __getitem__(self, grid):
+        def first(**arguments):
+            self.compilations.append((grid, arguments))
+            return {(*grid, 1, 1): lambda *values: self.launches.append(values)}
+
+        return first
+
+
+@dataclasses.dataclass
+class Descriptor:
+    base: torch.Tensor | None
+    block: int
+
+
+@pytest.fixture
+def call(monkeypatch):
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(common, "check_device", lambda device: None)
+    forget_launches()
+    kernel = Kernel()
+
+    def run(q, k, mask=None, scale=0.5, block=16):
+        problem = Problem.of(q, k, scale=scale)
+        tensors = {"q_ptr": q, "k_desc": k, "mask": mask}
+        prepare = lambda: (
+            7,
+            {"scale": scale, "BLOCK": block, "k_desc": Descriptor(k, block), "num_warps": 4},
+        )  # noqa: E731
+        launch(kernel, problem, tensors, prepare, (block,))
+
+    yield kernel, run
+    forget_launches()
+
+
+def tensors(n=8, d=16):
+    return torch.randn(1, 1, n, d), torch.randn(1, 1, n, d)
+
+
+def test_a_second_call_passes_its_own_tensors_in_the_same_places(call):
+    kernel, run = call
+    q, k = tensors()
+    run(q, k)
+    (grid, arguments), *_ = kernel.compilations
+    assert (
+        grid == (7,)
+        and arguments["q_ptr"] is q
+        and arguments["q_strides"] == q.stride()
+        and arguments["num_warps"] == 4
+    )
+    q2, k2 = tensors()
+    run(q2, k2)
+    assert len(kernel.compilations) == 1
+    ((q_, strides, mask, scale, descriptor, block),) = kernel.launches
+    assert q_ is q2 and strides == q2.stride() and mask is None and (scale, block) == (0.5, 16)
+    assert descriptor.base is k2 and descriptor.block == 16
+    run(q, k)
+    assert descriptor.base is k2, "an earlier launch's descriptor changed"
+
+
+def test_whatever_triton_would_specialize_on_is_inspected_again(call):
+    kernel, run = call
+    q, k = tensors()
+    run(q, k)
+    unaligned = torch.randn(q.numel() + 1)[1:].view(q.shape)
+    others = [
+        {"q": q.mT.contiguous().mT},  # strides
+        {"q": unaligned},
+        {"mask": torch.ones(3)},
+        {"scale": 0.25},
+        {"block": 32},
+        {"q": q.half(), "k": k.half()},
+    ]
+    for count, changed in enumerate(others, start=2):
+        run(**({"q": q, "k": k} | changed))
+        assert len(kernel.compilations) == count, changed
+    assert not kernel.launches
+
+
+def test_strides_that_the_caller_gives_are_left_alone(call, monkeypatch):
+    kernel, _ = call
+    q, k = tensors()
+    problem = Problem.of(q, k, scale=1.0)
+    arguments = {"scale": 1.0, "BLOCK": 16, "q_strides": (1, 2, 3, 4)}
+    launch(kernel, problem, {"q_ptr": q, "k_desc": k, "mask": None}, lambda: (1, arguments))
+    assert kernel.compilations[0][1]["q_strides"] == (1, 2, 3, 4)
+
+
+def test_a_plan_keeps_no_tensor_alive(call):
+    import gc
+    import weakref
+
+    _, run = call
+    q, k = tensors()
+    run(q, k)
+    dead = [weakref.ref(q), weakref.ref(k)]
+    kernel, _ = call
+    kernel.compilations.clear()
+    del q, k
+    gc.collect()
+    assert [r() for r in dead] == [None, None]
