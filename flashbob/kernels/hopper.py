@@ -103,7 +103,10 @@ def _stream_rows(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The column pass's copying warp. Barrier i: tile i has come; STAGES + i: it is used up; the last: K, V, U_K, U_V have come."""
+    """The column pass's copying warp.
+
+    Barrier i says that tile i has come, STAGES + i that it is used up, the last that K, V, U_K and U_V have come.
+    """
     q_desc, do_desc, u_q_desc, k_desc, v_desc, u_k_desc, u_v_desc, vectors_desc = descs
     k_smem, v_smem, u_k_smem, u_v_smem = held
     q_ring, do_ring, u_q_ring, vectors_ring = rings

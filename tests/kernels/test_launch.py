@@ -41,11 +41,8 @@ def call(monkeypatch):
     def run(q, k, mask=None, scale=0.5, block=16):
         problem = Problem.of(q, k, scale=scale)
         tensors = {"q_ptr": q, "k_desc": k, "mask": mask}
-        prepare = lambda: (
-            7,
-            {"scale": scale, "BLOCK": block, "k_desc": Descriptor(k, block), "num_warps": 4},
-        )  # noqa: E731
-        launch(kernel, problem, tensors, prepare, (block,))
+        arguments = {"scale": scale, "BLOCK": block, "k_desc": Descriptor(k, block), "num_warps": 4}
+        launch(kernel, problem, tensors, lambda: (7, arguments), (block,))
 
     yield kernel, run
     forget_launches()
