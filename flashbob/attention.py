@@ -8,7 +8,10 @@ from torch import Tensor
 from . import operators
 from .backends import math as math_backend
 
-BACKENDS = ("triton", "tiled", "math", "hybrid", "hvp_materialized", "paper")
+BACKENDS = (
+    "fused", "triton", "tiled", "math",
+    "hybrid", "hvp_materialized", "single_pass_atomic", "three_pass", "paper",
+)  # fmt: skip
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -51,15 +54,25 @@ def get_backend() -> str:
 
 def resolve_backend(device: torch.device | str) -> str:
     """What the current choice runs on `device`, in words for a log: "tiled", "hybrid (forward and first backward: tiled)"."""
-    default = _choose(torch.device(device).type)
-    name = _chosen or default
-    if name in ("hybrid", "hvp_materialized"):
-        return f"{name} (forward and first backward: {default})"
-    return name
+    device = torch.device(device)
+    if device.type != "cuda":
+        own = "tiled"
+        fast = "tiled" if _chosen in ("hybrid", "hvp_materialized") else "triton"
+    else:
+        from .backends.fused import operator_names
 
-
-def _choose(device_type: str) -> str:
-    return "triton" if device_type == "cuda" else "tiled"
+        operators = operator_names(device)
+        fast = "triton" if operators is None else f"fused ({operators[0]})"
+        own = (
+            "triton"
+            if operators is None
+            else f"triton (with {operators[0]}'s forward and backward where they are faster)"
+        )
+    if _chosen is None:
+        return own
+    if _chosen in ("hybrid", "hvp_materialized", "single_pass_atomic", "three_pass"):
+        return f"{_chosen} (forward and first backward: {fast})"
+    return fast if _chosen == "fused" else _chosen
 
 
 def sdpa_bob(
@@ -109,7 +122,7 @@ def sdpa_bob(
     elif dropout_seed is None:
         dropout_seed = torch.randint(2**62, (2,), device=q.device)
 
-    backend = _chosen or _choose(device_type)
+    backend = _chosen or "auto"
     if backend == "math":
         return math_backend.attention(
             q,

@@ -11,8 +11,10 @@ each followed by the same options: key_padding_mask, dropout_seed, scale, is_cau
 refuses `torch.func`, which `autograd.Function`s with `setup_context` and `vmap` support. The formulas are the same.
 """
 
+import functools
 import importlib
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     if any(x is not None and _has_tangent(x) for x in tensors):
         _refuse_forward_mode()
+    if backend == "auto":
+        backend = _choose(pass_name, tensors, window_size, key_padding_mask, dropout_p)
     module = importlib.import_module(f".backends.{backend}", __package__)
     # A backward with create_graph=True may run inside the user's autocast region, which must not round our products.
     with torch.autocast(device_type, enabled=False):
@@ -56,6 +60,36 @@ def _run(
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
         )
+
+
+# From how many tokens on cuDNN beats our own kernels, by pass and head dimension: docs/kernels.md has the figures (H200).
+_CUDNN_FROM = {("forward", 64): 4096, ("backward", 64): 4096, ("forward", 128): 2048, ("backward", 128): 2048}
+
+
+def _choose(
+    pass_name: str, tensors: tuple[Tensor | None, ...], window_size, key_padding_mask, dropout_p
+) -> str:
+    """The backend of a pass. Every backend's O and L serve every other's derivatives: the same numbers, up to rounding."""
+    if not tensors[-1].is_cuda:  # type: ignore[union-attr]  # v, L or dQ
+        return "tiled"
+    if (
+        pass_name == "backward_backward"
+        or window_size is not None
+        or key_padding_mask is not None
+        or dropout_p > 0.0
+    ):
+        return "triton"
+    _, _, length, head_dim = tensors[0].shape  # type: ignore[union-attr]  # of Q or dO
+    fused = length >= _CUDNN_FROM.get((pass_name, head_dim), math.inf) and _has_cudnn(tensors[0].device)  # type: ignore
+    return "fused" if fused else "triton"
+
+
+@functools.cache
+def _has_cudnn(device: torch.device) -> bool:
+    from .backends.fused import operator_names
+
+    names = operator_names(device)
+    return names is not None and names[0] == "cuDNN"
 
 
 @torch.library.custom_op(

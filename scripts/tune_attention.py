@@ -20,25 +20,9 @@ from typing import Any
 
 import torch
 
-PASSES = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass")
+from flashbob.kernels.tuning import SEARCHED
+
 B, H = 4, 12
-
-
-def candidates(pass_name: str, head_dim: int) -> list[tuple[int, int, int, int]]:
-    """(rows, keys, warps, stages) within what registers may hold: fp32 sums and score tiles."""
-    by_keys = pass_name in ("column_pass", "backward_keys")
-    sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}
-    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}
-    found = []
-    for held, streamed, warps, stages in itertools.product((64, 128), (16, 32, 64, 128), (4, 8), (2, 3)):
-        # Warpgroups that share rows exchange operands through shared memory: much slower.
-        if held < 16 * warps:
-            continue
-        registers = held * (sums[pass_name] * head_dim + scores[pass_name] * streamed) / (32 * warps)
-        if 64 <= registers <= 260:
-            tile = (held, streamed) if not by_keys else (streamed, held)
-            found.append((*tile, warps, stages))
-    return found
 
 
 def problem(
@@ -105,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+    parser.add_argument("--passes", nargs="+", default=list(SEARCHED), choices=SEARCHED)
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--noncausal", action="store_true")
@@ -118,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dtype, causal = getattr(torch, arguments.dtype), not arguments.noncausal
 
-    from flashbob.kernels.tuning import forced, tiles
+    from flashbob.kernels.tuning import candidates, forced, tiles
 
     device = torch.device("cuda", 0)
     jobs = []
@@ -126,7 +110,7 @@ def main() -> None:
         chosen = candidates(pass_name, head_dim)
         if arguments.tiles:
             chosen = [tuple(map(int, tile.split(","))) for tile in arguments.tiles]
-        entry = tiles(pass_name, head_dim, dtype, device)
+        entry = tiles(pass_name, head_dim, dtype, device, arguments.length)[0]
         shipped = tuple(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
         jobs += [(pass_name, head_dim, tile) for tile in dict.fromkeys([shipped, *chosen])]
     print(f"{len(jobs)} candidates on {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)

@@ -15,20 +15,20 @@ from . import math, tiled
 def _fast(q: Tensor) -> Any:
     if not q.is_cuda:
         return tiled
-    from . import triton
+    from . import fused
 
-    return triton
+    return fused
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """As `triton` on CUDA, as `tiled` on a CPU."""
+    """As `fused` on CUDA, as `tiled` on a CPU."""
     return _fast(q).forward(q, k, v, **options)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `triton` on CUDA, as `tiled` on a CPU."""
+    """As `fused` on CUDA, as `tiled` on a CPU."""
     return _fast(q).backward(do, q, k, v, o, lse, **options)
 
 

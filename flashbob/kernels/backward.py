@@ -24,7 +24,6 @@ from .common import (
     head_pointer,
     keep_mask,
     key_range,
-    launch,
     load_padding,
     load_tile,
     program_block,
@@ -33,7 +32,7 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .tuning import tiles
+from .launch import launch
 
 # Row vectors that the second kernel reads: log2(e)·L and D.
 NUM_VECTORS = 2
@@ -379,8 +378,7 @@ def backward(
         "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare_rows() -> tuple[int, dict]:
-        tile = tiles("backward_rows", problem.head_dim, problem.dtype, problem.device)
+    def prepare_rows(tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.heads
         more = {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
@@ -389,15 +387,14 @@ def backward(
         programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_backward_rows, problem, tensors, prepare_rows)
+    launch(_backward_rows, problem, tensors, prepare_rows, "backward_rows")
 
     tensors = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "dk_ptr": dk, "dv_ptr": dv, "vectors_ptr": vectors,
         **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare_keys() -> tuple[int, dict]:
-        tile = tiles("backward_keys", problem.head_dim, problem.dtype, problem.device)
+    def prepare_keys(tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.kv_heads
         group = problem.heads // problem.kv_heads
         streamed = 2 * group * problem.num_rows * row_bytes
@@ -408,5 +405,5 @@ def backward(
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_backward_keys, problem, tensors, prepare_keys)
+    launch(_backward_keys, problem, tensors, prepare_keys, "backward_keys")
     return dq, dk, dv

@@ -24,7 +24,6 @@ from .common import (
     head_pointer,
     hopper,
     keep_mask,
-    launch,
     load_padding,
     load_tile,
     program_block,
@@ -33,7 +32,8 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .tuning import FORCED, hopper_tile, tiles
+from .launch import launch
+from .tuning import FORCED, hopper_tile
 
 
 @triton.jit
@@ -293,8 +293,7 @@ def column_pass(
         "grad_k_ptr": grad_k, "grad_v_ptr": grad_v, "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare() -> tuple[int, dict]:
-        tile = tiles("column_pass", problem.head_dim, problem.dtype, problem.device)
+    def prepare(tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.kv_heads
         group = problem.heads // problem.kv_heads
         streamed = (2 + (u_q is not None)) * group * problem.num_rows * problem.head_dim * q.element_size()
@@ -306,5 +305,5 @@ def column_pass(
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_column_pass, problem, tensors, prepare)
+    launch(_column_pass, problem, tensors, prepare, "column_pass")
     return grad_k, grad_v

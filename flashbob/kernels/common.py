@@ -11,10 +11,9 @@ rounded up to a power of two; the columns beyond HEAD_DIM are read as 0.
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 import triton
@@ -361,72 +360,6 @@ class Problem:
             self.batch, self.heads, self.kv_heads, self.num_rows, self.num_keys, self.head_dim, self.dtype, self.device,
             self.scale, self.is_causal, self.window_size, self.dropout_p,
         )  # fmt: skip
-
-
-# What `launch` found out: (compiled kernel with its grid, all arguments, places of the tensors among them, descriptors).
-_PLANS: dict[tuple, tuple] = {}
-
-
-def launch(
-    kernel: Any,
-    problem: Problem,
-    tensors: dict[str, Tensor | None],
-    prepare: Callable[[], tuple[int, dict[str, Any]]],
-    variant: tuple = (),
-) -> None:
-    """Launch `kernel` on `tensors`, which are named like its arguments.
-
-    `prepare` gives the number of programs and the other arguments; where it names one of the tensors too, that is a
-    TMA descriptor to pass in its place. For a tensor `x_ptr` of which the kernel takes `x_strides`, these are filled in.
-
-    Triton's own launch inspects every argument: 0.1 ms of host time for kernels like these. All that it would find is in
-    the key here, so that a call like an earlier one goes straight to the kernel that was compiled then. What `prepare`
-    depends on beyond the problem and the tensors' strides is in `variant`.
-    """
-    described = [None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in tensors.values()]
-    key = (kernel, problem.key, *described, variant)
-    plan = _PLANS.get(key)
-    with torch.cuda.device_of(next(iter(tensors.values()))):
-        if plan is None:
-            programs, arguments = prepare()
-            names = kernel.arg_names
-            for name, x in tensors.items():
-                strides = name.removesuffix("_ptr") + "_strides"
-                if strides in names:
-                    arguments.setdefault(strides, strides_of(x))
-            arguments = tensors | arguments
-            compiled = kernel[(programs,)](**arguments)
-            if not INTERPRETED:
-                values = [arguments[name] for name in names]
-                places = [names.index(name) for name in tensors]
-                descriptors = [
-                    values[i] if values[i] is not x else None for i, x in zip(places, tensors.values())
-                ]
-                for i in places:
-                    values[i] = None  # or the plan would keep the tensors alive
-                for d in descriptors:
-                    if d is not None:
-                        d.base = None
-                _PLANS[key] = (compiled[(programs, 1, 1)], values, places, descriptors)
-            return
-        run, values, places, descriptors = plan
-        values = values.copy()
-        for i, x, descriptor in zip(places, tensors.values(), descriptors):
-            values[i] = x if descriptor is None else _rebased(descriptor, x)
-        run(*values)
-
-
-def forget_launches() -> None:
-    """After a change of the tiles."""
-    _PLANS.clear()
-
-
-def _rebased(descriptor: Any, x: Tensor | None) -> Any:
-    """The descriptor of another tensor of the same form, whose checks were made for the first."""
-    new = object.__new__(type(descriptor))
-    new.__dict__.update(descriptor.__dict__)
-    new.base = x
-    return new
 
 
 @functools.cache

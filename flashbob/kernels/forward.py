@@ -19,7 +19,6 @@ from .common import (
     head_pointer,
     keep_mask,
     key_range,
-    launch,
     load_padding,
     load_tile,
     program_block,
@@ -27,7 +26,7 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .tuning import tiles
+from .launch import launch
 
 
 @triton.jit
@@ -189,13 +188,12 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": o, "lse_ptr": lse, **problem.side_tensors}
 
-    def prepare() -> tuple[int, dict]:
-        tile = tiles("forward", problem.head_dim, problem.dtype, problem.device)
+    def prepare(tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.heads
         streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
         heads = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
         programs = triton.cdiv(problem.num_rows, tile["BLOCK_M"]) * num_heads
         return programs, problem.arguments(tensors.values()) | heads | tile
 
-    launch(_forward, problem, tensors, prepare)
+    launch(_forward, problem, tensors, prepare, "forward")
     return o, lse

@@ -31,7 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .common import DO_NOT_SPECIALIZE, Problem, launch
+from .common import DO_NOT_SPECIALIZE, Problem
+from .launch import launch
 
 # Their names in triton 3.9, and in 3.6.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -375,7 +376,7 @@ def column_pass(
         "vectors_desc": vectors, "grad_k_ptr": sums_k, "grad_v_ptr": sums_v,
     }  # fmt: skip
 
-    def prepare() -> tuple[int, dict]:
+    def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 3 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
         descriptors = {
             f"{name}_desc": _descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
@@ -390,7 +391,7 @@ def column_pass(
             "maxnreg": _share_of_registers(tile["num_warps"]),
         }  # fmt: skip
 
-    launch(_column_pass, problem, tensors, prepare, tuple(tile.values()))
+    launch(_column_pass, problem, tensors, prepare, tile)
     if splits > 1:
         grad_k.copy_(sums_k.sum(0))
         grad_v.copy_(sums_v.sum(0))
@@ -684,7 +685,7 @@ def row_pass(
         "vectors_ptr": vectors,
     }  # fmt: skip
 
-    def prepare() -> tuple[int, dict]:
+    def prepare(tile: dict) -> tuple[int, dict]:
         block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
         num_heads = problem.batch * problem.heads
         streamed = 4 * problem.num_keys * problem.head_dim * q.element_size()
@@ -698,7 +699,7 @@ def row_pass(
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
         }  # fmt: skip
 
-    launch(_row_pass, problem, tensors, prepare, tuple(tile.values()))
+    launch(_row_pass, problem, tensors, prepare, tile)
     return grad_q, grad_do, vectors
 
 

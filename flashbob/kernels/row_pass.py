@@ -28,7 +28,6 @@ from .common import (
     hopper,
     keep_mask,
     key_range,
-    launch,
     load_padding,
     load_tile,
     program_block,
@@ -36,7 +35,8 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .tuning import FORCED, hopper_tile, tiles
+from .launch import launch
+from .tuning import FORCED, hopper_tile
 
 # Row vectors that the column pass reads: log2(e)·L, D, α, α D + E.
 NUM_VECTORS = 4
@@ -360,8 +360,7 @@ def row_pass(
         "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare() -> tuple[int, dict]:
-        tile = tiles("row_pass", problem.head_dim, problem.dtype, problem.device)
+    def prepare(tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.heads
         num_streamed = 2 + (u_k is not None) + (u_v is not None)
         streamed = num_streamed * problem.num_keys * problem.head_dim * q.element_size()
@@ -373,5 +372,5 @@ def row_pass(
         programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_row_pass, problem, tensors, prepare)
+    launch(_row_pass, problem, tensors, prepare, "row_pass")
     return grad_q, grad_do, vectors

@@ -107,7 +107,8 @@ def test_backend_choice():
     assert get_backend() == "auto"
     with pytest.raises(
         ValueError,
-        match="backend is 'flash'; allowed are 'auto', 'triton', 'tiled', 'math', 'hybrid', 'hvp_materialized'",
+        match="backend is 'flash'; allowed are 'auto', 'fused', 'triton', 'tiled', 'math', 'hybrid', 'hvp_materialized', "
+        "'single_pass_atomic', 'three_pass', 'paper'$",
     ):
         set_backend("flash")
     assert get_backend() == "auto"

@@ -246,4 +246,4 @@ def test_262144_tokens():
 
 
 def test_backend_choice():
-    assert flashbob.resolve_backend(DEVICE) == "triton"
+    assert flashbob.resolve_backend(DEVICE).startswith("triton")

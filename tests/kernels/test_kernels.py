@@ -1,5 +1,6 @@
 """The Triton kernels against fp64 autograd: compiled on a CUDA device, interpreted without one."""
 
+import importlib
 import math
 
 import pytest
@@ -59,9 +60,9 @@ def padding_mask(batch, num_keys):
     return mask.to(DEVICE)
 
 
-def run(q, k, v, do, cotangents, *, reuse_dq=True, **options):
+def run(q, k, v, do, cotangents, *, reuse_dq=True, backend=None, **options):
     """(o, dq, dk, dv, q~, k~, v~, do~) by the kernels."""
-    backend = kernels()
+    backend = backend or kernels()
     options = complete(q.shape[-1], **options)
     o, lse = backend.forward(q, k, v, **options)
     first = backend.backward(do, q, k, v, o, lse, **options)
@@ -90,12 +91,20 @@ def check(actual, expected, dtype, inputs):
 
 
 def compare(
-    heads, lengths, head_dim=16, dtype=torch.float32, batch=2, reuse_dq=True, used=(0, 1, 2), **options
+    heads,
+    lengths,
+    head_dim=16,
+    dtype=torch.float32,
+    batch=2,
+    reuse_dq=True,
+    used=(0, 1, 2),
+    backend=None,
+    **options,
 ):
     inputs = make_inputs(heads, lengths, batch=batch, head_dim=head_dim, dtype=dtype, device=DEVICE)
     q, k, v, do, us = inputs
     us = tuple(u if i in used else None for i, u in enumerate(us))
-    actual = run(q, k, v, do, us, reuse_dq=reuse_dq, **options)
+    actual = run(q, k, v, do, us, reuse_dq=reuse_dq, backend=backend, **options)
     expected = oracle(q, k, v, do, us, **options)
     check(actual, expected, dtype, (q, q, k, v, q, k, v, do))
 
@@ -315,7 +324,31 @@ def test_row_offsets_in_64_bits():
     assert torch.equal(dq, expected[1])
 
 
-@pytest.mark.parametrize("backend", ["triton", "paper"])
+BASELINES = ["three_pass", "single_pass_atomic"]
+SOME_FEATURES = [
+    "full-gqa-square-padding-dropout",
+    "causal-gqa-square",
+    "window-mha-wide-dropout",
+    "causal-mha-tall-padding",
+]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("feature", SOME_FEATURES)
+def test_baselines(name, feature):
+    mask, heads, lengths = FEATURES[feature]
+    backend = importlib.import_module(f"flashbob.backends.{name}")
+    compare(heads, lengths, backend=backend, **with_mask(mask, 2, lengths[1]))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("used", [(0,), (1, 2)])
+def test_baselines_with_missing_cotangents_and_padded_head_dimensions(name, used):
+    backend = importlib.import_module(f"flashbob.backends.{name}")
+    compare((2, 1), (40, 40), head_dim=24, batch=1, used=used, is_causal=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "paper", "fused", *BASELINES])
 def test_through_sdpa_bob_and_autograd(backend):
     """The backends by their names, under autograd twice over, with grouped heads and a rectangular causal mask."""
     import flashbob

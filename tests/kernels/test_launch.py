@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from flashbob.kernels import common
-from flashbob.kernels.common import Problem, forget_launches, launch
+from flashbob.kernels import launch as launching
+from flashbob.kernels.common import Problem
+from flashbob.kernels.launch import launch
 
 
 class Kernel:
@@ -33,19 +35,19 @@ class Descriptor:
 
 @pytest.fixture
 def call(monkeypatch):
-    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(common, "check_device", lambda device: None)
-    forget_launches()
+    launching._PLANS.clear()
     kernel = Kernel()
 
     def run(q, k, mask=None, scale=0.5, block=16):
         problem = Problem.of(q, k, scale=scale)
         tensors = {"q_ptr": q, "k_desc": k, "mask": mask}
         arguments = {"scale": scale, "BLOCK": block, "k_desc": Descriptor(k, block), "num_warps": 4}
-        launch(kernel, problem, tensors, lambda: (7, arguments), (block,))
+        launch(kernel, problem, tensors, lambda tile: (7, arguments), {"BLOCK": block})
 
     yield kernel, run
-    forget_launches()
+    launching._PLANS.clear()
 
 
 def tensors(n=8, d=16):
@@ -97,7 +99,9 @@ def test_strides_that_the_caller_gives_are_left_alone(call, monkeypatch):
     q, k = tensors()
     problem = Problem.of(q, k, scale=1.0)
     arguments = {"scale": 1.0, "BLOCK": 16, "q_strides": (1, 2, 3, 4)}
-    launch(kernel, problem, {"q_ptr": q, "k_desc": k, "mask": None}, lambda: (1, arguments))
+    launch(
+        kernel, problem, {"q_ptr": q, "k_desc": k, "mask": None}, lambda tile: (1, arguments), {"BLOCK": 16}
+    )
     assert kernel.compilations[0][1]["q_strides"] == (1, 2, 3, 4)
 
 
