@@ -31,8 +31,11 @@ VARIANTS = {
     "MQA 8/1": {"causal": True, "H": 8, "H_kv": 1, "B": 1},
     "GQA 12/4": {"causal": True, "H_kv": 4},
     "window 1024": {"causal": True, "window": 1024},
+    "padding": {"causal": True, "padding": True},
+    "dropout 0.1": {"causal": True, "dropout_p": 0.1},
 }
-OPERATORS = ("triton", "hybrid", "tiled")  # backends with separate passes; `math` is one autograd graph
+BASELINES = ("math", "hybrid", "hvp_materialized")  # N×N tensors: 35 GB at N=4096
+OTHERS = ("fused", "paper", "three_pass", "single_pass_atomic")
 
 
 def graph_ms(call: Callable[[], Any], calls: int = 10) -> float:
@@ -62,16 +65,25 @@ def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
     q, do, u_q = (new(heads) for _ in range(3))
     k, v, u_k, u_v = (new(kv_heads) for _ in range(4))
     row: dict[str, Any] = {
-        "d": d, "N": n, "B": batch, "H": heads, "H_kv": kv_heads, "causal": causal, "window": window, "backend": backend,
+        "d": d, "N": n, "B": batch, "H": heads, "H_kv": kv_heads, "causal": causal, "window": window,
+        "padding": "padding" in shape, "dropout_p": shape.get("dropout_p", 0.0), "backend": backend,
         "fwd_ms": None, "bwd_ms": None, "bob_ms": None, "fraction": None,
         "floor_ms": 18 * 2 * valid_pairs(n, causal, window) * d * batch * heads / rate * 1e3,
     }  # fmt: skip
+    options: dict[str, Any] = {
+        "is_causal": causal, "window_size": window, "dropout_p": shape.get("dropout_p", 0.0), "scale": d**-0.5,
+        "key_padding_mask": None, "dropout_seed": None,
+    }  # fmt: skip
+    if "padding" in shape:  # the last eighth of every sequence; the floor counts its pairs all the same
+        options["key_padding_mask"] = (torch.arange(n, device="cuda") < n - n // 8).expand(batch, n)
+    if options["dropout_p"]:
+        options["dropout_seed"] = torch.tensor([1, 2], device="cuda")
     flashbob.set_backend(backend)
 
     def whole() -> None:
         x = [t.detach().requires_grad_() for t in (q, k, v)]
         g = do.detach().requires_grad_()
-        out = flashbob.sdpa_bob(*x, is_causal=causal, window_size=window)
+        out = flashbob.sdpa_bob(*x, **options)
         first = torch.autograd.grad(out, x, g, create_graph=True)
         torch.autograd.grad(first, (*x, g), (u_q, u_k, u_v))
 
@@ -84,10 +96,8 @@ def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
     torch.cuda.synchronize()
     row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     row["total_ms"] = median_ms(whole)
-    if backend in OPERATORS:
+    if backend not in ("math", "auto"):  # `math` is one autograd graph; "auto" a choice for each pass
         module = importlib.import_module(f"flashbob.backends.{backend}")
-        options = {"scale": d**-0.5, "is_causal": causal, "window_size": window, "key_padding_mask": None,
-                   "dropout_p": 0.0, "dropout_seed": None}  # fmt: skip
         o, lse = module.forward(q, k, v, **options)
         dq = module.backward(do, q, k, v, o, lse, **options)[0]
         passes = {
@@ -95,7 +105,7 @@ def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
             "bwd_ms": lambda: module.backward(do, q, k, v, o, lse, **options),
             "bob_ms": lambda: module.backward_backward(u_q, u_k, u_v, do, q, k, v, o, lse, dq, **options),
         }
-        timer = graph_ms if n <= 2048 and backend == "triton" else median_ms
+        timer = graph_ms if n <= 2048 and backend not in BASELINES else median_ms
         row["timing"] = "graph replay" if timer is graph_ms else "events"
         row |= {name: timer(call) for name, call in passes.items()}
         row["fraction"] = row["floor_ms"] / row["bob_ms"]
@@ -113,11 +123,7 @@ def plot(rows: list[dict], path: Path) -> None:
         2, len(dims), figsize=(5.5 * len(dims), 7), layout="constrained", squeeze=False
     )
     for column, d in enumerate(dims):
-        chosen = [
-            r
-            for r in rows
-            if r["d"] == d and r["causal"] and not r["window"] and r["H"] == r["H_kv"] == HEADS
-        ]
+        chosen = [r for r in rows if r["d"] == d and r["variant"] == "causal"]
         for backend in dict.fromkeys(r["backend"] for r in chosen):
             mine = [r for r in chosen if r["backend"] == backend]
             for axis, key in zip(axes[:, column], ("total_ms", "peak_mib"), strict=True):
@@ -144,7 +150,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="causal d=64 and 128 at 1024 and 4096 only")
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 32, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--backends", nargs="+", default=["triton", "math", "hybrid"])
+    parser.add_argument("--backends", nargs="+", default=["triton", *OTHERS, *BASELINES])
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--commit", help="recorded in each row (default: git's)")
     parser.add_argument("--out", type=Path, default=Path("docs/results/attention.json"))
@@ -175,8 +181,10 @@ def main() -> None:
     rows = []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for variant, d, n, backend in ((*job, backend) for job in jobs for backend in arguments.backends):
-        if backend in ("math", "hybrid") and (n > 4096 or variant != "causal" or d > 128):
-            continue  # N×N tensors in numbers: 35 GB at 4096
+        if backend != "triton" and (variant != "causal" or d not in (64, 128)):
+            continue
+        if (backend in BASELINES and n > 4096) or (backend in OTHERS and n > 8192):
+            continue
         if time.monotonic() - start > arguments.seconds:
             console.print("stopped: --seconds are over")
             break

@@ -7,3 +7,12 @@
 `options` are scale, is_causal, window_size, key_padding_mask, dropout_p and dropout_seed as in `sdpa_bob`, checked and with
 defaults filled in. u_q, u_k, u_v are the cotangents of dq, dk, dv; each may be None, which means zero and costs nothing.
 """
+
+import torch
+from torch import Tensor
+
+
+def with_strides_of(x: Tensor, result: Tensor) -> Tensor:
+    """`result` in the strides of empty_like(x), which the operators' fake implementations promise to compiled code."""
+    promised = torch.empty_like(x, device="meta").stride()
+    return result if result.stride() == promised else torch.empty_like(x).copy_(result)

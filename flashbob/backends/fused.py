@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton
+from . import triton, with_strides_of
 from .triton import backward_backward
 
 __all__ = ["able", "backward", "backward_backward", "forward", "operator_names"]
@@ -101,7 +101,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         o, lse, *_ = getattr(_aten, name)(
             q, k, v, is_causal=options["is_causal"], scale=options["scale"], **bias
         )
-    return _like(o, q), lse.reshape(q.shape[:3])
+    return with_strides_of(q, o), lse.reshape(q.shape[:3])
 
 
 def backward(
@@ -139,14 +139,8 @@ def backward(
             grads = getattr(_aten, name)(
                 do, q, k, v, o, lse, None, None, num_rows, num_keys, 0.0, causal, seed, offset, scale=scale
             )
-    dq, dk, dv = (_like(g, x) for g, x in zip(grads, (q, k, v)))
+    dq, dk, dv = (with_strides_of(x, g) for g, x in zip(grads, (q, k, v)))
     return dq, dk, dv
-
-
-def _like(result: Tensor, x: Tensor) -> Tensor:
-    """With the strides that the fake implementation promises: those of empty_like(x)."""
-    promised = torch.empty_like(x, device="meta")
-    return result if result.stride() == promised.stride() else torch.empty_like(x).copy_(result)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..masking import causal_mask, dropout_keep_mask
+from . import with_strides_of
 from .hybrid import backward, forward
 
 __all__ = ["backward", "backward_backward", "forward"]
@@ -40,7 +41,7 @@ def backward_backward(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     zeros = {"u_q": (u_q, q), "u_k": (u_k, k), "u_v": (u_v, v)}
     uq, uk, uv = (torch.zeros_like(x) if u is None else u for u, x in zeros.values())
-    shapes = [x.dtype for x in (q, k, v, do)]
+    inputs = q, k, v, do
 
     def wide(x: Tensor) -> Tensor:  # key heads are repeated for their group's query heads
         return x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1)
@@ -78,4 +79,5 @@ def backward_backward(
     grad_k = narrow(scale * (s_tilde.mT @ q + ds.mT @ uq))
     grad_v = narrow((g * p * (f - alpha)).mT @ do)
     grad_do = (g * p) @ uv + (g * p * (f - alpha)) @ v
-    return tuple(x.to(d) for x, d in zip((grad_q, grad_k, grad_v, grad_do), shapes))  # type: ignore[return-value]
+    grads = grad_q, grad_k, grad_v, grad_do
+    return tuple(with_strides_of(x, g.to(x.dtype)) for x, g in zip(inputs, grads))  # type: ignore[return-value]

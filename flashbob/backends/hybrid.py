@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import math, tiled
+from . import math, tiled, with_strides_of
 
 
 def _fast(q: Tensor) -> Any:
@@ -51,4 +51,6 @@ def backward_backward(
         return torch.func.vjp(lambda *qkv: math.attention(*qkv, **options), q, k, v)[1](do)
 
     cotangents = tuple(torch.zeros_like(x) if u is None else u for u, x in ((u_q, q), (u_k, k), (u_v, v)))
-    return torch.func.vjp(first_backward, q, k, v, do)[1](cotangents)
+    grads = torch.func.vjp(first_backward, q, k, v, do)[1](cotangents)
+    grad_q, grad_k, grad_v, grad_do = (with_strides_of(x, g) for x, g in zip((q, k, v, do), grads))
+    return grad_q, grad_k, grad_v, grad_do

@@ -233,13 +233,13 @@ def _rows(
     strides = (k_strides, v_strides, u_k_strides, u_v_strides)
     vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows + rows
     vector_stride = tl.cast(vector_stride, tl.int64)
-    lo, _, _, hi = key_range(m0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    lo, _begin, _end, hi = key_range(m0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
 
     alpha = tl.zeros([BLOCK_M], tl.float32)
     e0 = tl.zeros([BLOCK_M], tl.float32)
     if STEP != "rows":
         for n0 in range(lo, hi, BLOCK_N):
-            p, f, a, c, _, _, _, _, _ = _tile_scores(
+            p, f, a, c, _g, _k, _v, _u_k, _u_v = _tile_scores(
                 n0, q, do, u_q, lse2, heads, strides, padding, padding_strides, seed, threshold, keep_scale, scale, window,
                 batch, batch_head, m0, N_q, N_k, STEP == "alpha", CAUSAL, WINDOW, PADDING, DROPOUT,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, WIDE, PRECISION,

@@ -107,7 +107,7 @@ def test_backend_choice():
     assert get_backend() == "auto"
     with pytest.raises(
         ValueError,
-        match="backend is 'flash'; allowed are 'auto', 'fused', 'triton', 'tiled', 'math', 'hybrid', 'hvp_materialized', "
+        match=r"backend is 'flash'; allowed are 'auto', 'fused', 'triton', 'tiled', 'math', 'hybrid', 'hvp_materialized', "
         "'single_pass_atomic', 'three_pass', 'paper'$",
     ):
         set_backend("flash")

@@ -1,5 +1,7 @@
 """Values and derivatives of sdpa_bob against fp64 autograd through textbook attention, and against finite differences."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -163,3 +165,28 @@ def test_autocast_changes_the_inputs_and_not_the_products():
         torch.testing.assert_close(
             x.float(), y.float(), rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize("name", ["tiled", "hybrid", "hvp_materialized"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_results_have_the_strides_that_compiled_code_expects(name, packed):
+    """Those of empty_like of the inputs, as the operators' fake implementations say."""
+    backend = importlib.import_module(f"flashbob.backends.{name}")
+    q, k, v, do = (torch.randn(2, 3, 20, 16) for _ in range(4))
+    if packed:
+        q, k, v = torch.randn(2, 20, 3, 3, 16).permute(2, 0, 3, 1, 4)
+        do = do.transpose(1, 2).contiguous().transpose(1, 2)
+    us = [torch.randn_like(x) for x in (q, k, v)]
+    options = {
+        "scale": 0.25,
+        "is_causal": True,
+        "window_size": None,
+        "key_padding_mask": None,
+        "dropout_p": 0.0,
+        "dropout_seed": None,
+    }
+    o, lse = backend.forward(q, k, v, **options)
+    first = backend.backward(do, q, k, v, o, lse, **options)
+    second = backend.backward_backward(*us, do, q, k, v, o, lse, first[0], **options)
+    for result, x in zip((o, *first, *second), (q, q, k, v, q, k, v, do), strict=True):
+        assert result.stride() == torch.empty_like(x).stride()

@@ -42,7 +42,7 @@ def test_a_changed_signature_falls_back_with_one_warning(monkeypatch):
     name = "_scaled_dot_product_cudnn_attention_backward"
     monkeypatch.setitem(fused._SCHEMAS, name, fused._SCHEMAS[name].replace("bool is_causal", "bool causal"))
     with pytest.warns(
-        UserWarning, match="cudnn_attention_backward: its signature .* is not the one"
+        UserWarning, match=r"cudnn_attention_backward: its signature .* is not the one"
     ) as caught:
         assert fused.operator_names(CUDA)[0] == "flash"
     assert len(caught) == 1
