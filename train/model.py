@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import flashbob
 
+from .cross_entropy import linear_cross_entropy
+
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
@@ -41,6 +43,9 @@ class GPTConfig:
     embed_dim: int
     dropout: float = 0.0  # on embeddings, residual branches and attention probabilities
     bias: bool = True  # in every Linear and LayerNorm
+    loss_chunk: int | None = (
+        None  # tokens whose logits exist at a time when there are targets; None: all of them
+    )
 
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:
@@ -144,7 +149,7 @@ class GPT(nn.Module):
         # No gradient reaches these rows; at zero, no weight decay moves them either.
         self.wte.weight[self.config.vocab_size :].zero_()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Logits of the next token at every position, and the loss if there are targets.
 
         Args:
@@ -152,7 +157,8 @@ class GPT(nn.Module):
             targets: int64 [B, N]; a target of -100 is left out of the loss.
 
         Returns:
-            logits [B, N, vocab_size] in the dtype of the head's product (bf16 under bf16 autocast), and the
+            logits [B, N, vocab_size] in the dtype of the head's product (bf16 under bf16 autocast), None where
+            they were never whole (targets with loss_chunk), and the
             mean cross entropy in nats over the targets, a scalar in fp32 (fp64 with fp64 weights), or None.
 
         Raises ValueError for a sequence that is longer than block_size.
@@ -166,6 +172,15 @@ class GPT(nn.Module):
         x_BND = F.dropout(x_BND, self.config.dropout, self.training)
         for block in self.h:
             x_BND = block(x_BND)
+        if targets is not None and self.config.loss_chunk is not None:
+            loss = linear_cross_entropy(
+                self.ln_f(x_BND).flatten(0, 1),
+                self.lm_head.weight,
+                targets.flatten(),
+                self.config.vocab_size,
+                self.config.loss_chunk,
+            )
+            return None, loss
         # The padding rows only round the product's shape: as logits they would take part in the softmax.
         logits_BNV = self.lm_head(self.ln_f(x_BND))[..., : self.config.vocab_size]
         if targets is None:

@@ -1,0 +1,152 @@
+"""The chunked cross-entropy against PyTorch's, in value and both derivatives."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from optim import HessianVectorProduct
+from train import cross_entropy
+from train.cross_entropy import linear_cross_entropy
+from train.model import GPT, GPTConfig, attention_function
+
+VOCAB, PADDED = 37, 40
+
+
+def plain(x, weight, targets):
+    logits = (x @ weight.T)[:, :VOCAB]
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+
+
+def inputs(tokens=23, dim=8, dtype=torch.float64, ignored=True):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
+    weight = torch.randn(PADDED, dim, dtype=dtype, requires_grad=True)
+    targets = torch.randint(VOCAB, (tokens,))
+    if ignored:
+        targets[::4] = -100
+    return x, weight, targets
+
+
+def derivatives(loss, x, weight, targets, u_x, u_w):
+    """Loss, gradient, and the gradient of ⟨gradient, u⟩: with a factor, so that the loss's cotangent is not 1."""
+    value = 3.0 * loss(x, weight, targets)
+    first = torch.autograd.grad(value, (x, weight), create_graph=True)
+    pairs = [(g, u) for g, u in zip(first, (u_x, u_w)) if u is not None]
+    second = torch.autograd.grad([g for g, _ in pairs], (x, weight), [u for _, u in pairs])
+    return value, *first, *second
+
+
+@pytest.mark.parametrize("chunk", [5, 23, 1000])
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("used", ["both", "x", "weight"])
+def test_both_derivatives_equal_pytorchs(chunk, ignored, used):
+    x, weight, targets = inputs(ignored=ignored)
+    u_x = torch.randn_like(x) if used != "weight" else None
+    u_w = torch.randn_like(weight) if used != "x" else None
+    chunked = lambda *t: linear_cross_entropy(*t, VOCAB, chunk)  # noqa: E731
+    got = derivatives(chunked, x, weight, targets, u_x, u_w)
+    expected = derivatives(plain, x, weight, targets, u_x, u_w)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_against_finite_differences():
+    x, weight, targets = inputs(tokens=5, dim=3)
+    function = lambda x, w: linear_cross_entropy(x, w, targets, VOCAB, 2)  # noqa: E731
+    torch.autograd.gradcheck(function, (x, weight))
+    torch.autograd.gradgradcheck(function, (x, weight))
+
+
+def test_the_losss_own_cotangent_is_differentiated():
+    """loss² has a second derivative through the factor 2 · loss."""
+    x, weight, targets = inputs()
+    u = torch.randn_like(x), torch.randn_like(weight)
+    square = lambda loss: lambda *t: loss(*t) ** 2  # noqa: E731
+    got = derivatives(square(lambda *t: linear_cross_entropy(*t, VOCAB, 6)), x, weight, targets, *u)
+    for a, b in zip(got, derivatives(square(plain), x, weight, targets, *u), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_without_gradients_only_the_loss_is_made(monkeypatch):
+    x, weight, targets = inputs()
+    monkeypatch.setattr(cross_entropy, "_loss_and_gradient", None)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            linear_cross_entropy(x, weight, targets, VOCAB, 6), plain(x, weight, targets)
+        )
+
+
+def test_no_target_that_counts_gives_nan_as_in_pytorch():
+    x, weight, targets = inputs()
+    targets[:] = -100
+    assert linear_cross_entropy(x, weight, targets, VOCAB, 6).isnan() and plain(x, weight, targets).isnan()
+
+
+def test_a_third_derivative_is_refused():
+    x, weight, targets = inputs()
+    first = torch.autograd.grad(linear_cross_entropy(x, weight, targets, VOCAB, 6), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="third derivative"):
+        torch.autograd.grad(second.sum(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernels_in_the_interpreter(monkeypatch, dtype):
+    """Rows longer than a program's block, and a vocabulary that ends inside one."""
+    monkeypatch.setattr(cross_entropy, "INTERPRETED_ON_CPU", True)
+    monkeypatch.setattr(cross_entropy, "_BLOCK", 16)
+    x, weight, targets = inputs(tokens=9, dtype=dtype)
+    u_x, u_w = torch.randn_like(x), torch.randn_like(weight)
+    got = derivatives(lambda *t: linear_cross_entropy(*t, VOCAB, 4), x, weight, targets, u_x, u_w)
+    wide = [t.detach().double() for t in (x, weight, u_x, u_w)]
+    x64, w64 = (t.requires_grad_() for t in wide[:2])
+    expected = derivatives(plain, x64, w64, targets, *wide[2:])
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3}[dtype]  # G and H are rounded to the dtype
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def models(dtype=torch.float64):
+    config = dict(block_size=16, vocab_size=VOCAB, num_layers=2, num_heads=2, embed_dim=32)
+    torch.manual_seed(0)
+    one = GPT(GPTConfig(**config), attention_function("tiled")).to(dtype)
+    two = GPT(GPTConfig(**config, loss_chunk=7), attention_function("tiled")).to(dtype)
+    two.load_state_dict(one.state_dict())
+    return one, two, torch.randint(VOCAB, (2, 16)), torch.randint(VOCAB, (2, 16))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_hessian_vector_products_of_a_model_with_tied_weights(compile):
+    one, two, tokens, targets = models()
+    loss = lambda m, x, y: m(x, y)[1]  # noqa: E731
+    vectors = [torch.randn_like(p) for p in one.parameters()]
+    expected = HessianVectorProduct(one, loss, compile=False)(vectors, tokens, targets)
+    got = HessianVectorProduct(two, loss, compile=compile)(vectors, tokens, targets)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_traced_and_compiled_and_under_autocast():
+    one, two, tokens, targets = models(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.autograd.grad(one(tokens, targets)[1], list(one.parameters()))
+        got = torch.autograd.grad(two(tokens, targets)[1], list(two.parameters()))
+        compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
+        again = torch.autograd.grad(compiled(tokens, targets)[1], list(two.parameters()))
+    for a, b, c in zip(got, expected, again, strict=True):
+        torch.testing.assert_close(a, c)
+        assert (a - b).norm() <= 2e-2 * b.norm()  # bf16 products
+    x, weight, targets = inputs()
+
+    def second(x, weight, targets):
+        first = torch.autograd.grad(
+            linear_cross_entropy(x, weight, targets, VOCAB, 6), (x, weight), create_graph=True
+        )
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight))
+
+    for a, b in zip(
+        make_fx(second, tracing_mode="fake")(x, weight, targets)(x, weight, targets),
+        second(x, weight, targets),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
