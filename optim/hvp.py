@@ -59,6 +59,10 @@ class HessianVectorProduct:
     exact: the same operations in the same dtypes, autocast included. `on_new_shape="eager"` answers shapes that `prepare`
     has not seen eagerly instead of stopping to compile. A model that cannot be traced falls back to eager with one warning.
 
+    `cuda_graph=True` replays the compiled pass as one CUDA graph: no time between its kernels. Parameters and buffers are read
+    where they are; vectors and batch are copied in. The graph keeps the memory of a pass to itself, and the results are
+    overwritten by the next call with the same shape.
+
     The trace holds what was true when it was made: the training flag, autocast, and flashbob's backend are part of
     the cache's key. Random operations are Inductor's: dropout masks differ from eager ones. Buffers that the model
     changes (batch normalization) are not written back.
@@ -73,19 +77,26 @@ class HessianVectorProduct:
         compile: bool = True,
         on_new_shape: Literal["compile", "eager"] = "compile",
         mode: str | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         if on_new_shape not in ("compile", "eager"):
             raise ValueError(f"on_new_shape must be 'compile' or 'eager', got {on_new_shape!r}")
         self.model = model
         self.compile = compile
         self.on_new_shape = on_new_shape
-        self.mode = mode  # torch.compile's: None, "reduce-overhead" (CUDA graphs), "max-autotune"
+        self.mode = mode  # torch.compile's: None, "max-autotune", …
+        self.cuda_graph = cuda_graph
         self._with_loss = _WithLoss(model, loss)
         name_of: dict[Tensor, str] = {
             p: f"model.{name}" for name, p in model.named_parameters() if p.requires_grad
         }
         self.params = list(name_of if params is None else params)
         check_parameters(self.params)
+        if cuda_graph and (not compile or self.params[0].device.type != "cuda"):
+            raise ValueError(
+                f"cuda_graph=True needs compile=True and parameters on a CUDA device, got compile={compile} and "
+                f"parameters on {self.params[0].device}"
+            )
         foreign = [index for index, p in enumerate(self.params) if p not in name_of]
         if foreign:
             raise ValueError(f"params[{foreign[0]}] is not a parameter of {type(model).__name__}")
@@ -136,6 +147,10 @@ class HessianVectorProduct:
         with torch.no_grad():
             compiled(*inputs)
         self.compile_s.append(time.perf_counter() - start)
+        if self.cuda_graph:
+            count = len(self.params)
+            fixed = [*range(count), *range(2 * count, 2 * count + len(self._constants))]
+            compiled = _Replay(compiled, inputs, frozenset(fixed))
         self._graphs[key] = compiled
 
     def _inputs(self, vectors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
@@ -163,6 +178,41 @@ class HessianVectorProduct:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         like = tuple((x.shape, x.stride(), x.dtype, x.device) for x in batch)
         return like, tuple(m.training for m in self.model.modules()), autocast, flashbob.get_backend()
+
+
+class _Replay:
+    """A function of CUDA tensors as one CUDA graph. Inputs at the places `fixed` are read where they are, others copied in."""
+
+    def __init__(self, function: Callable, inputs: Sequence[Tensor], fixed: frozenset[int]) -> None:
+        self._function = function
+        self._fixed = fixed
+        self._addresses: list[int] = []
+        self._inputs: list[Tensor] = []
+        self._outputs: Sequence[Tensor] = ()
+        self._capture(inputs)
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        if [inputs[i].data_ptr() for i in sorted(self._fixed)] != self._addresses:
+            self._capture(inputs)  # a parameter has moved: its data were replaced, not written
+        copied = [i for i in range(len(inputs)) if i not in self._fixed]
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [self._inputs[i] for i in copied], [inputs[i] for i in copied]
+        )
+        self._graph.replay()
+        return self._outputs
+
+    def _capture(self, inputs: Sequence[Tensor]) -> None:
+        self._outputs = ()  # of an earlier capture, whose memory this one can take
+        self._addresses = [inputs[i].data_ptr() for i in sorted(self._fixed)]
+        self._inputs = [x if i in self._fixed else x.clone() for i, x in enumerate(inputs)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            self._function(*self._inputs)  # libraries make their workspaces for this stream
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(self._graph):
+            self._outputs = self._function(*self._inputs)
 
 
 class _WithLoss(nn.Module):

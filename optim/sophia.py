@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from .hutchinson import HutchinsonEstimator
+from .sophia_kernel import FusedStep, able
 
 _STATE = ("momentum", "hessian_diagonal")
 
@@ -35,8 +36,9 @@ class SophiaH(Optimizer):
 
     `lr` is η, `betas` (β1, β2), `eps` ε, `gamma` γ, `weight_decay` λ, `hessian_interval` k. Groups may have
     their own, but for k, which is one for all. m and h are fp32, fp64 for fp64 parameters, and appear at a
-    parameter's first use. Raises ValueError for a hyperparameter outside its range and for parameters that
-    are not floating point.
+    parameter's first use. `fused` takes the step in one Triton kernel instead of PyTorch's foreach operators, with the
+    same result up to fp32 rounding; None does so for parameters on a CUDA device (fp32, bf16, fp16). Raises ValueError
+    for a hyperparameter outside its range and for parameters that are not floating point.
     """
 
     def __init__(
@@ -48,7 +50,12 @@ class SophiaH(Optimizer):
         gamma: float = 0.01,
         weight_decay: float = 0.2,
         hessian_interval: int = 10,
+        *,
+        fused: bool | None = None,
     ) -> None:
+        self._fused = fused
+        self._fused_steps: dict[tuple, FusedStep] = {}  # by group and bucket
+        self._sums: list[FusedStep] | None = None  # of the last step, if all of it was fused
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -139,12 +146,26 @@ class SophiaH(Optimizer):
         }
         if any(g.is_sparse for g in gradient_of.values()):
             raise RuntimeError("SophiaH does not support sparse gradients")
-        for group in self.param_groups:
+        self._sums = []
+        for index, group in enumerate(self.param_groups):
             lr, (beta1, _) = group["lr"], group["betas"]
             group["step"] += 1
             for params in _buckets([p for p in group["params"] if p in gradient_of]):
                 m = [self._state_of(p)["momentum"] for p in params]
                 h = [self._state_of(p)["hessian_diagonal"] for p in params]
+                if step := self._fused_step(index, params, [gradient_of[p] for p in params], m, h):
+                    step(
+                        [gradient_of[p] for p in params],
+                        lr=lr,
+                        beta1=beta1,
+                        gamma=group["gamma"],
+                        eps=group["eps"],
+                        weight_decay=group["weight_decay"],
+                    )
+                    if self._sums is not None:
+                        self._sums.append(step)
+                    continue
+                self._sums = None
                 torch._foreach_lerp_(m, [gradient_of[p].to(x.dtype) for p, x in zip(params, m)], 1.0 - beta1)
                 update = torch._foreach_div(m, _denominators(h, group["gamma"], group["eps"]))
                 torch._foreach_clamp_min_(update, -1.0)
@@ -152,6 +173,19 @@ class SophiaH(Optimizer):
                 if group["weight_decay"] != 0:
                     torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
                 torch._foreach_add_(params, update, alpha=-lr)
+
+    def _fused_step(
+        self, index: int, params: list[Tensor], gradients: list[Tensor], m: list[Tensor], h: list[Tensor]
+    ) -> FusedStep | None:
+        """The kernel for a bucket of group `index`; None where the foreach operators are to run."""
+        wanted = params[0].is_cuda if self._fused is None else self._fused
+        if not (wanted and able(params, gradients)):
+            return None
+        key = index, params[0].device, params[0].dtype
+        step = self._fused_steps.get(key)
+        if step is None or not step.serves(params, m, h):
+            step = self._fused_steps[key] = FusedStep(params, m, h)
+        return step
 
     @torch.no_grad()
     def statistics(self) -> dict[str, Tensor]:
@@ -163,6 +197,17 @@ class SophiaH(Optimizer):
 
         Raises RuntimeError before the first step.
         """
+        if self._sums:  # the kernel has left them behind
+            numel = sum(step.numel for step in self._sums)
+            m2, h2, negatives, within = (
+                torch.stack([step.sums.double().sum(0) for step in self._sums]).sum(0).float()
+            )
+            return {
+                "clip_fraction": 1.0 - within / numel,
+                "momentum_norm": m2.sqrt(),
+                "hessian_norm": h2.sqrt(),
+                "negative_hessian_fraction": negatives / numel,
+            }
         unclipped, negative, m_norms, h_norms, numel = [], [], [], [], 0
         for group in self.param_groups:
             for params in _buckets([p for p in group["params"] if p in self.state]):
@@ -213,6 +258,7 @@ class SophiaH(Optimizer):
                         f"{tuple(state[name].shape)}, the parameter {tuple(p.shape)}"
                     )
         super().load_state_dict(state_dict)
+        self._fused_steps, self._sums = {}, None
         # PyTorch gives the state the parameter's dtype, and may share the tensors with the dictionary.
         for p, _, state in loaded:
             self.state[p] = {

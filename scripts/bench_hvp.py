@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,29 +24,58 @@ from optim import HessianVectorProduct
 from scripts.tune_attention import median_ms
 from train.model import GPT, GPTConfig, attention_function
 
-MODES = {  # name: (attention, second order, compiled)
-    "gradient-sdpa-compiled": ("sdpa", False, True),
-    "gradient-sdpa-eager": ("sdpa", False, False),
-    "gradient-flashbob-compiled": ("auto", False, True),
-    "hvp-flashbob-eager": ("auto", True, False),
-    "hvp-flashbob-compiled": ("auto", True, True),
-    "hvp-math-eager": ("math", True, False),
+
+class Mode(NamedTuple):
+    attention: str
+    second_order: bool
+    compiled: bool = False
+    chunked: bool = False  # the loss: LOSS_CHUNK tokens of logits at a time
+    cuda_graph: bool = False
+
+
+LOSS_CHUNK = 4096
+MODES = {
+    "gradient-sdpa-compiled": Mode("sdpa", False, compiled=True),
+    "gradient-sdpa-eager": Mode("sdpa", False),
+    "gradient-flashbob-compiled": Mode("auto", False, compiled=True),
+    "gradient-flashbob-chunked-compiled": Mode("auto", False, compiled=True, chunked=True),
+    "hvp-flashbob-eager": Mode("auto", True),
+    "hvp-flashbob-compiled": Mode("auto", True, compiled=True),
+    "hvp-flashbob-chunked-compiled": Mode("auto", True, compiled=True, chunked=True),
+    "hvp-flashbob-graph": Mode("auto", True, compiled=True, cuda_graph=True),
+    "hvp-flashbob-chunked-graph": Mode("auto", True, compiled=True, chunked=True, cuda_graph=True),
+    "hvp-hybrid-eager": Mode("hybrid", True),
+    "hvp-math-eager": Mode("math", True),
+}
+GROUPS = {  # of kernels, by what their names hold; the first that fits
+    "attention": ("_row_pass", "_column_pass", "_backward_rows", "_backward_keys", "_forward", "cudnn"),
+    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "chunked cross-entropy": ("_normalize_kernel", "_differentiate_kernel"),
+    "elementwise and reductions": ("triton_", "elementwise", "reduce", "Memset", "Memcpy", "copy"),
 }
 
 
 def prepare(mode: str, model_name: str, batch: int, length: int) -> Callable[[], Any]:
     """A function that runs one pass; compiled already."""
-    attention, second, compiled = MODES[mode]
+    attention, second, compiled, chunked, cuda_graph = MODES[mode]
     c = OmegaConf.load(Path(__file__).resolve().parent.parent / "configs" / "model" / f"{model_name}.yaml")
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = GPT(
-            GPTConfig(length, 50257, c.num_layers, c.num_heads, c.embed_dim), attention_function(attention)
+            GPTConfig(
+                length,
+                50257,
+                c.num_layers,
+                c.num_heads,
+                c.embed_dim,
+                loss_chunk=LOSS_CHUNK if chunked else None,
+            ),
+            attention_function(attention),
         )
         tokens, targets = torch.randint(50257, (2, batch, length))
     autocast = torch.autocast("cuda", torch.bfloat16)
     if second:
-        hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[1], compile=compiled)
+        hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[1], compile=compiled, cuda_graph=cuda_graph)
         z = [torch.randn_like(p) for p in hvp.params]
 
         def run() -> None:
@@ -67,6 +96,22 @@ def prepare(mode: str, model_name: str, batch: int, length: int) -> Callable[[],
     run()
     torch.cuda.synchronize()
     return run
+
+
+def ledger(run: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of GPU time by group of kernels, and of the gaps between kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as p:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in p.events() or [] if str(e.device_type).endswith("CUDA")]
+    groups = dict.fromkeys([*GROUPS, "other"], 0.0)
+    for e in events:
+        name = next((g for g, parts in GROUPS.items() if any(part in e.name for part in parts)), "other")
+        groups[name] += e.time_range.elapsed_us() / 1e3
+    span = (max(e.time_range.end for e in events) - min(e.time_range.start for e in events)) / 1e3
+    return groups | {"gaps": span - sum(groups.values()), "kernels": len(events)}
 
 
 def main() -> None:
@@ -108,6 +153,7 @@ def main() -> None:
                 "commit": arguments.commit or subprocess.getoutput("git rev-parse --short HEAD"),
                 "model": arguments.model, "B": batch, "N": length, "mode": mode, "ms": median_ms(run, 5),
                 "peak_gib": (torch.cuda.max_memory_allocated() - others) / 2**30, "first_call_s": compile_s[mode],
+                "ledger_ms": ledger(run),
             }  # fmt: skip
             reference = reference or row["ms"]
             row["ratio_to_gradient"] = (
@@ -116,7 +162,10 @@ def main() -> None:
             rows.append(row)
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
             console.print(
-                f"{mode:28} B={batch} N={length}  {row['ms']:8.2f} ms  {row['ms'] / reference:5.2f} ×  {row['peak_gib']:.1f} GiB"
+                f"{mode:34} B={batch} N={length}  {row['ms']:8.2f} ms  {row['ms'] / reference:5.2f} ×  {row['peak_gib']:.1f} GiB"
+            )
+            console.print(
+                "    " + "  ".join(f"{name} {value:.1f}" for name, value in row["ledger_ms"].items())
             )
 
 

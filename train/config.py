@@ -37,6 +37,7 @@ class ModelConfig:
     embed_dim: int
     dropout: float  # on embeddings, residual branches and attention probabilities
     bias: bool
+    loss_chunk: int | None  # tokens whose logits exist at a time; null: those of the whole micro-batch
 
 
 @dataclass
@@ -86,6 +87,9 @@ class TrainConfig:
     global_batch_size: int  # sequences in one optimizer step, over all ranks
     precision: Literal["fp64", "fp32", "bf16"]  # bf16: autocast over fp32 weights
     compile: bool  # torch.compile: ordinary steps, and the Hessian step as one traced graph
+    cuda_graph: (
+        bool  # that traced graph replayed as one CUDA graph, with the memory of a Hessian step kept for it
+    )
     eval_every: int  # steps; the last step is always evaluated
     eval_batches: int  # batches in the fixed validation set
     eval_batch_size: int | None  # sequences in each of them; null: train.micro_batch_size
@@ -270,7 +274,7 @@ def validate(config: Config, world_size: int) -> None:
     """Check values and combinations on `world_size` ranks. Raises `ConfigError`; needs neither torch nor the data."""
     model, optim, train = config.model, config.optim, config.train
     for section, names in (
-        (model, ("block_size", "num_layers", "num_heads", "embed_dim")),
+        (model, ("block_size", "num_layers", "num_heads", "embed_dim", "loss_chunk")),
         (train, ("max_steps", "micro_batch_size", "global_batch_size", "eval_every", "eval_batches")),
         (train, ("eval_batch_size", "keep_checkpoints", "log_every")),
         (optim, ("decay_steps", "hessian_interval", "hessian_batch_size")),
@@ -317,6 +321,9 @@ def validate(config: Config, world_size: int) -> None:
                 f"{_section(section)}.{name}={size} does not divide over {_count(world_size, 'rank')} × "
                 f"train.micro_batch_size={train.micro_batch_size}; give a multiple of {per_step}"
             )
+
+    if train.cuda_graph and not train.compile:
+        raise ConfigError("train.cuda_graph=true needs train.compile=true; give both, or neither")
 
     if isinstance(optim, SophiaConfig):
         _require(math.isfinite(optim.gamma) and optim.gamma > 0, optim, "gamma", "a positive number")

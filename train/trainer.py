@@ -38,6 +38,8 @@ class Trainer:
         self.config = config
         self.world = distributed.environment()
         self.device = distributed.choose_device(config.device, self.world)
+        if config.train.cuda_graph and self.device.type != "cuda":
+            raise ConfigError(f"train.cuda_graph=true needs a GPU, and device is {self.device}")
         distributed.start(self.world, self.device)
         assert config.run.dir is not None
         self.directory = Path(config.run.dir)
@@ -52,6 +54,7 @@ class Trainer:
             embed_dim=config.model.embed_dim,
             dropout=config.model.dropout,
             bias=config.model.bias,
+            loss_chunk=config.model.loss_chunk,
         )
         dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
         with self.device:
@@ -73,6 +76,7 @@ class Trainer:
                 lambda model, tokens, targets: model(tokens, targets)[1],
                 params=self.optimizer.hessian_parameters,
                 compile=config.train.compile,
+                cuda_graph=config.train.cuda_graph,
             )
 
         train = config.train
@@ -258,8 +262,10 @@ class Trainer:
     def _add_gradients(self, gradients: list[Tensor]) -> None:
         assert isinstance(self.optimizer, SophiaH)
         for p, gradient in zip(self.optimizer.hessian_parameters, gradients):
-            gradient.div_(self.rounds)
-            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+            # A copy: the next round may overwrite its source.
+            p.grad = (
+                gradient / self.rounds if p.grad is None else p.grad.add_(gradient, alpha=1.0 / self.rounds)
+            )
 
     def _on_nonfinite(self, what: str) -> None:
         if self.config.optim.on_nonfinite == "stop":

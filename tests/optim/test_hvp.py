@@ -289,3 +289,11 @@ def test_errors_of_the_class():
         p.requires_grad_(False)
     with pytest.raises(ValueError, match="params must hold at least one parameter"):
         HessianVectorProduct(model, gpt_loss)
+
+
+def test_a_cuda_graph_needs_a_gpu_and_compilation():
+    model = nn.Linear(3, 1)
+    with pytest.raises(
+        ValueError, match=r"cuda_graph=True needs compile=True and parameters on a CUDA device, got .* on cpu"
+    ):
+        HessianVectorProduct(model, lambda m, x: m(x).sum(), cuda_graph=True)

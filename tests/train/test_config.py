@@ -36,7 +36,7 @@ WRONG = {
     ),
     (
         "attention.backend=tield",
-    ): "attention.backend=tield: did you mean tiled? expected one of sdpa, auto, triton, ",
+    ): "attention.backend=tield: did you mean tiled? expected one of sdpa, auto, fused, triton, ",
     ("optim.hessian_batch_size=32",): (
         "optim.hessian_batch_size=32 exceeds train.global_batch_size=16; give at most the whole batch"
     ),

@@ -1,0 +1,82 @@
+"""Hessian-vector products on a CUDA device: the CUDA graph and the chunked cross-entropy against eager autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from optim import HessianVectorProduct
+from train.cross_entropy import linear_cross_entropy
+from train.model import GPT, GPTConfig, attention_function
+
+pytestmark = pytest.mark.gpu
+
+
+def models(**changes):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(GPTConfig(128, 331, 2, 2, 128, **changes), attention_function("auto"))
+        tokens, targets = torch.randint(331, (2, 2, 128))
+    return model, tokens, targets
+
+
+def product(model, vectors, *batch, **options):
+    hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[1], **options)
+    return hvp, hvp(vectors, *batch)
+
+
+def test_a_replayed_graph_gives_what_the_compiled_pass_gives():
+    model, tokens, targets = models()
+    vectors = [torch.randn_like(p) for p in model.parameters()]
+    _, expected = product(model, vectors, tokens, targets)
+    hvp, got = product(model, vectors, tokens, targets, cuda_graph=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    # Other inputs, and parameters changed in place, as an optimizer does.
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+    batch = tokens.flip(0), targets.flip(1)
+    others = [torch.randn_like(p) for p in model.parameters()]
+    _, expected = product(model, others, *batch)
+    torch.testing.assert_close(hvp(others, *batch), expected, rtol=0, atol=0)
+    # Parameters whose memory is another one.
+    for p in model.parameters():
+        p.data = p.data * 1.01
+    _, expected = product(model, others, *batch)
+    torch.testing.assert_close(hvp(others, *batch), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chunked_cross_entropy(dtype):
+    torch.manual_seed(0)
+    vocab = 50257
+    x = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (0.1 * torch.randn(50304, 64, device="cuda")).to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (300,), device="cuda")
+    targets[::5] = -100
+    u = torch.randn_like(x), torch.randn_like(weight)
+
+    def derivatives(loss, x, weight, u):
+        value = loss(x, weight)
+        first = torch.autograd.grad(value, (x, weight), create_graph=True)
+        return value, *first, *torch.autograd.grad(first, (x, weight), u)
+
+    got = derivatives(lambda x, w: linear_cross_entropy(x, w, targets, vocab, 128), x, weight, u)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = lambda x, w: F.cross_entropy((x @ w.T)[:, :vocab], targets)  # noqa: E731
+    expected = derivatives(exact, *wide, [t.double() for t in u])
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_the_model_with_a_chunked_loss():
+    model, tokens, targets = models()
+    chunked, _, _ = models(loss_chunk=100)
+    chunked.load_state_dict(model.state_dict())
+    vectors = [torch.randn_like(p) for p in model.parameters()]
+    with torch.autocast("cuda", torch.bfloat16):
+        _, (loss, gradients, products) = product(model, vectors, tokens, targets)
+        _, (loss2, gradients2, products2) = product(chunked, vectors, tokens, targets)
+    assert abs(loss - loss2) <= 1e-3
+    for a, b in zip([*gradients2, *products2], [*gradients, *products], strict=True):
+        assert (a - b).norm() <= 3e-2 * b.norm() + 1e-6
