@@ -180,7 +180,7 @@ def main() -> None:
         jobs += [("causal", d, n) for d, n in itertools.product(head_dims[2:], (4096, 8192))]
     rows = []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for variant, d, n, backend in ((*job, backend) for job in jobs for backend in arguments.backends):
+    for backend, (variant, d, n) in itertools.product(arguments.backends, jobs):
         if backend != "triton" and (variant != "causal" or d not in (64, 128)):
             continue
         if (backend in BASELINES and n > 4096) or (backend in OTHERS and n > 8192):
