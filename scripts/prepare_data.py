@@ -9,7 +9,6 @@ written again, so the same command continues after a kill. Null and empty texts 
 """
 
 import argparse
-import hashlib
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data import DataError, Tokenizer, TokenizerError, load_tokenizer
+from data.fineweb import encode_document, is_validation
 from data.tokens import read_header, write_shard
 
 
@@ -30,11 +30,6 @@ class Counts:
     tokens: int = 0
     documents: int = 0
     skipped: int = 0
-
-
-def is_validation(document_id: str, fraction: float) -> bool:
-    """Whether a document is held out: its id's hash, read as a fraction of 2⁶⁴, is below `fraction`."""
-    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8]) < fraction * 2**64
 
 
 def write_file(source: Path, out: Path, tokenizer: Tokenizer, fraction: float) -> Counts:
@@ -46,14 +41,13 @@ def write_file(source: Path, out: Path, tokenizer: Tokenizer, fraction: float) -
         if missing:
             found = ", ".join(file.schema_arrow.names)
             raise DataError(f"{source}: no column {', '.join(sorted(missing))}; it has {found}")
-        end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         for batch in file.iter_batches(1000, columns=["id", "text"]):
             for document_id, text in zip(batch["id"].to_pylist(), batch["text"].to_pylist(), strict=True):
                 if not text:
                     counts.skipped += 1
                     continue
                 part = "val" if is_validation(str(document_id), fraction) else "train"
-                parts[part].append(tokenizer.encode(text) + end)
+                parts[part].append(encode_document(tokenizer, text))
                 counts.documents += 1
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{source}: not a readable Parquet file ({str(error).splitlines()[0]})") from error

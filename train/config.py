@@ -49,6 +49,19 @@ class DataConfig:
 
 
 @dataclass
+class FineWebConfig(DataConfig):
+    hub: str  # name of a dataset on the Hugging Face hub; data.path=DIR reads local Parquet files instead
+    revision: str | None
+    split: str
+    id_column: str
+    text_column: str
+    validation_fraction: float  # share of the documents, by a hash of their ids
+    shuffle_window: int  # documents that are shuffled at a time
+    num_workers: int  # processes that read and tokenize, on each rank; 0: the trainer does it between steps
+    cross_documents: bool  # blocks go on in the next document; false: a document's last block is filled up
+
+
+@dataclass
 class AttentionConfig:
     backend: str  # "sdpa" (PyTorch's own, differentiable once), "auto" or one of flashbob.BACKENDS
 
@@ -130,6 +143,7 @@ class Config:
 
 # Which dataclass a section has is decided by its `name`.
 VARIANTS: dict[type, dict[str, type]] = {
+    DataConfig: {"shakespeare": DataConfig, "tokens": DataConfig, "fineweb": FineWebConfig},
     OptimConfig: {"adamw": OptimConfig, "sophia": SophiaConfig},
     LoggerConfig: {"jsonl": LoggerConfig, "wandb": WandbConfig},
 }
@@ -350,11 +364,11 @@ def validate(config: Config, world_size: int) -> None:
         raise ConfigError(f"data.path={config.data.path}: no such file or directory")
     if config.data.name == "tokens" and config.data.path is None:
         raise ConfigError("data=tokens needs data.path=DIR, a folder that scripts/prepare_data.py wrote")
-    if config.data.name == "fineweb":
-        raise ConfigError(
-            "data=fineweb cannot be trained on yet: its streaming reader is not part of this version; write shards with "
-            "scripts.prepare_data and use data=tokens data.path=DIR"
-        )
+    if isinstance(config.data, FineWebConfig):
+        data = config.data
+        _require(0 < data.validation_fraction < 1, data, "validation_fraction", "a number in (0, 1)")
+        _require(data.shuffle_window >= 1, data, "shuffle_window", "a positive integer")
+        _require(data.num_workers >= 0, data, "num_workers", "an integer, at least 0")
 
 
 def validate_machine(config: Config, local_rank: int) -> None:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import flashbob
-from data import open_data
+from data import DataError, StreamedText, open_data
 from optim import HessianVectorProduct, HutchinsonEstimator, SophiaH, build_adamw, parameter_groups
 from train import checkpoint, distributed, metrics
 from train.config import Config, ConfigError, SophiaConfig, flatten, may_change_on_resume, public_dict
@@ -43,7 +43,15 @@ class Trainer:
         distributed.start(self.world, self.device)
         assert config.run.dir is not None
         self.directory = Path(config.run.dir)
-        self.data = open_data(config.data, config.model.block_size, config.seed)
+        self.data = open_data(
+            config.data,
+            config.model.block_size,
+            config.seed,
+            batch_size=config.train.micro_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            pin_memory=self.device.type == "cuda",
+        )
 
         torch.manual_seed(config.seed)  # the same weights on every rank
         model_config = GPTConfig(
@@ -133,7 +141,15 @@ class Trainer:
         while self.step < train.max_steps:
             self.step += 1
             is_last = self.step == train.max_steps
-            row = self._take_step()
+            try:
+                row = self._take_step()
+            except DataError as error:
+                self.step -= 1
+                if self.step > first_step and saved_step != self.step:
+                    self._save(self.elapsed_before + time.perf_counter() - start)
+                raise TrainingStopped(
+                    f"{error}; after step {self.step}, with a checkpoint: the same command continues"
+                ) from error
             if self.step % train.eval_every == 0 or is_last:
                 row["val/loss"] = self.evaluate()
             elapsed = time.perf_counter() - start
@@ -170,7 +186,9 @@ class Trainer:
         row: dict[str, Any] = {"step": self.step, "tokens": self.step * self.tokens_per_step, "train/lr": lr}
         is_hessian_step = isinstance(optimizer, SophiaH) and optimizer.hessian_due
 
-        loss, estimate = self._accumulate(row, is_hessian_step)
+        batches = self._take_batches()
+        row["time/data_wait_s"] = time.perf_counter() - start
+        loss, estimate = self._accumulate(batches, row, is_hessian_step)
         distributed.sum_over_ranks(self.world, loss)
         loss_value = loss.item() / (self.rounds * self.world.size)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.params, config.optim.grad_clip or math.inf).item()
@@ -216,7 +234,9 @@ class Trainer:
             row["throughput/mfu"] = flops / (peak * self.world.size)
         return row
 
-    def _accumulate(self, row: dict[str, Any], is_hessian_step: bool) -> tuple[Tensor, list[Tensor] | None]:
+    def _accumulate(
+        self, batches: list[tuple[Tensor, Tensor]], row: dict[str, Any], is_hessian_step: bool
+    ) -> tuple[Tensor, list[Tensor] | None]:
         """Leave the global batch's mean gradient in `.grad`; returns this rank's sum of losses and, on a Hessian step,
         the estimate of the Hessian's diagonal. The first rounds give the estimate; how is `optim.hessian_gradient`.
         """
@@ -235,7 +255,7 @@ class Trainer:
                 micro_batch = round * self.world.size + self.world.rank
                 probes = self.estimator.probes(step=self.step, micro_batch=micro_batch)
                 with self._autocast():
-                    loss, gradients, products = self.second_order(probes, *self._batch(round))
+                    loss, gradients, products = self.second_order(probes, *self._to_device(batches[round]))
                 self.estimator.add(probes, products)
                 if shared:
                     loss_sum += loss
@@ -246,17 +266,35 @@ class Trainer:
 
         for round in range(hessian_rounds if shared else 0, self.rounds):
             with self._autocast():
-                _, loss = self.ordinary_model(*self._batch(round))
+                _, loss = self.ordinary_model(*self._to_device(batches[round]))
             (loss / self.rounds).backward()
             loss_sum += loss.detach()
         distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
         return loss_sum, estimate
 
-    def _batch(self, round: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of this rank's micro-batch in an accumulation round."""
-        size = self.config.train.micro_batch_size
-        micro_batch = ((self.step - 1) * self.rounds + round) * self.world.size + self.world.rank
-        tokens, targets = self.data.train_batch(micro_batch * size, size)
+    def _take_batches(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of the step: tokens and targets, on the CPU.
+
+        All of them before anything is computed: a rank whose data end then stops every rank, and leaves none waiting.
+        """
+        size, batches, failure = self.config.train.micro_batch_size, [], ""
+        before = self.data.state_dict() if isinstance(self.data, StreamedText) else None
+        try:
+            for round in range(self.rounds):
+                micro_batch = ((self.step - 1) * self.rounds + round) * self.world.size + self.world.rank
+                batches.append(self.data.train_batch(micro_batch * size, size))
+        except DataError as error:
+            failure = str(error)
+        if isinstance(self.data, StreamedText):  # the others have nothing that can fail here
+            failure = next(filter(None, distributed.gather(self.world, failure)), "")
+        if failure:
+            if isinstance(self.data, StreamedText) and before is not None:
+                self.data.load_state_dict(before)  # the step takes the same batches when it is tried again
+            raise DataError(failure)
+        return batches
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, targets = batch
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _add_gradients(self, gradients: list[Tensor]) -> None:
@@ -383,6 +421,8 @@ class Trainer:
 
     def _save(self, elapsed: float) -> None:
         random_states = distributed.gather(self.world, _random_states(self.device))
+        stream = self.data.state_dict() if isinstance(self.data, StreamedText) else None
+        streams = distributed.gather(self.world, stream)
 
         def write() -> None:
             checkpoint.save(
@@ -397,6 +437,7 @@ class Trainer:
                     "elapsed_s": elapsed,
                     "skipped_in_a_row": self.skipped_in_a_row,
                     "random_states": random_states,
+                    "streams": streams,
                 },
                 keep=self.config.train.keep_checkpoints,
             )
@@ -434,6 +475,14 @@ class Trainer:
         self.step = contents["step"]
         self.elapsed_before = contents["elapsed_s"]
         self.skipped_in_a_row = contents["skipped_in_a_row"]
+        if isinstance(self.data, StreamedText):
+            streams = contents["streams"]
+            if len(streams) != self.world.size:
+                raise ConfigError(
+                    f"the checkpoint after step {self.step} is of {len(streams)} ranks, each with documents of its own, and this "
+                    f"run has {self.world.size}; start {len(streams)} ranks"
+                )
+            self.data.load_state_dict(streams[self.world.rank])
         states = contents["random_states"]
         if len(states) == self.world.size:
             _set_random_states(states[self.world.rank], self.device)
