@@ -198,5 +198,5 @@ def test_open_data_reads_a_text_of_one_s_own(tmp_path, monkeypatch):
 
 
 def test_open_data_refuses_other_names():
-    with pytest.raises(DataError, match="data is 'fineweb'; allowed are 'shakespeare' and 'tokens'"):
-        open_data(configuration(name="fineweb"), 16, 0)
+    with pytest.raises(DataError, match="data is 'c4'; allowed are 'shakespeare', 'tokens' and 'fineweb'"):
+        open_data(configuration(name="c4"), 16, 0)

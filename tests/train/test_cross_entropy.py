@@ -150,3 +150,12 @@ def test_traced_and_compiled_and_under_autocast():
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_a_run_with_a_chunked_loss_is_the_same_run(tmp_path):
+    from tests.train.launch import SMALL, SOPHIA, series, train
+
+    for name, chunk in (("whole", "null"), ("chunked", "20")):
+        train(*SMALL, *SOPHIA, f"model.loss_chunk={chunk}", f"run.dir={name}", cwd=tmp_path)
+    for key in ("train/loss", "val/loss", "hessian/norm"):
+        assert series(tmp_path / "chunked", key) == pytest.approx(series(tmp_path / "whole", key), rel=1e-9)
