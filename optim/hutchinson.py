@@ -16,6 +16,8 @@ from torch import Tensor
 from flashbob.philox import philox_4x32
 
 from .hvp import check_parameters, hessian_vector_product
+from .multi_tensor import TYPES
+from .probe_kernel import ProbeFiller
 
 Distribution = Literal["gaussian", "rademacher"]
 DISTRIBUTIONS = ("gaussian", "rademacher")
@@ -47,9 +49,9 @@ def probe(
     an unknown distribution.
     """
     check_seed(seed)
-    for name, value in (("step", step), ("micro_batch", micro_batch), ("parameter", parameter)):
-        if not 0 <= value <= _WORD:
-            raise ValueError(f"{name} must be in [0, 2**32), got {value}")
+    check_step(step, micro_batch)
+    if not 0 <= parameter <= _WORD:
+        raise ValueError(f"parameter must be in [0, 2**32), got {parameter}")
     check_distribution(distribution)
     numel = math.prod(shape)
     if numel > 4 * (_WORD + 1):
@@ -95,6 +97,7 @@ class HutchinsonEstimator:
         self._sums: list[Tensor] = []  # per parameter, views of the buffers
         self._buffers: list[Tensor] = []  # one flat tensor per device and dtype, the weight at its end
         self._weight = 0.0
+        self._kernels: list[tuple[ProbeFiller, list[int]]] | None = None
 
     def accumulate(self, loss: Tensor, *, step: int, micro_batch: int, weight: float = 1.0) -> list[Tensor]:
         """Add weight · u ⊙ (H u) of this micro-batch, and return the gradients of `loss` from the same pass.
@@ -114,20 +117,45 @@ class HutchinsonEstimator:
         return gradients
 
     def probes(self, *, step: int, micro_batch: int) -> list[Tensor]:
-        """u of this micro-batch: one `probe` for each parameter, like it. For products that are computed elsewhere."""
-        return [
-            probe(
-                p.shape,
+        """u of this micro-batch: one `probe` for each parameter, like it. For products that are computed elsewhere.
+
+        On a CUDA device they come from one Triton kernel: the same words, and the same numbers up to fp64 rounding.
+        """
+        check_step(step, micro_batch)
+        probes: dict[int, Tensor] = {}
+        for filler, indices in self._fillers():
+            filled = filler(
                 seed=self.seed,
                 step=step,
                 micro_batch=micro_batch,
-                parameter=index,
-                distribution=self.distribution,
-                dtype=p.dtype,
-                device=p.device,
+                rademacher=self.distribution == "rademacher",
             )
-            for index, p in enumerate(self.params)
-        ]
+            probes |= dict(zip(indices, filled, strict=True))
+        for index, p in enumerate(self.params):
+            if index not in probes:
+                probes[index] = probe(
+                    p.shape,
+                    seed=self.seed,
+                    step=step,
+                    micro_batch=micro_batch,
+                    parameter=index,
+                    distribution=self.distribution,
+                    dtype=p.dtype,
+                    device=p.device,
+                )
+        return [probes[index] for index in range(len(self.params))]
+
+    def _fillers(self) -> list[tuple[ProbeFiller, list[int]]]:
+        """The kernels for parameters on CUDA devices, one a device and dtype, with the parameters' indices."""
+        if self._kernels is None:
+            buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+            for index, p in enumerate(self.params):
+                if p.is_cuda and p.dtype in TYPES:
+                    buckets.setdefault((p.device, p.dtype), []).append(index)
+            self._kernels = [
+                (ProbeFiller([self.params[i] for i in ids], ids), ids) for ids in buckets.values()
+            ]
+        return self._kernels
 
     @torch.no_grad()
     def add(self, probes: Sequence[Tensor], products: Sequence[Tensor], weight: float = 1.0) -> None:
@@ -135,8 +163,17 @@ class HutchinsonEstimator:
         _check_weight(weight)
         if not self._buffers:
             self._allocate()
-        for total, u, product in zip(self._sums, probes, products):
-            total.addcmul_(u.to(total.dtype), product.to(total.dtype), value=weight)
+        # One call for all tensors of a dtype: their loop would launch a kernel for each.
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, total in enumerate(self._sums):
+            by_dtype.setdefault(total.dtype, []).append(index)
+        for dtype, indices in by_dtype.items():
+            torch._foreach_addcmul_(  # pyright: ignore[reportPrivateImportUsage]
+                [self._sums[i] for i in indices],
+                [probes[i].to(dtype) for i in indices],
+                [products[i].to(dtype) for i in indices],
+                weight,
+            )
         self._weight += weight
 
     def reduce(self, process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -191,6 +228,12 @@ def _check_weight(weight: float) -> None:
 def check_seed(seed: int) -> None:
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+
+
+def check_step(step: int, micro_batch: int) -> None:
+    for name, value in (("step", step), ("micro_batch", micro_batch)):
+        if not 0 <= value <= _WORD:
+            raise ValueError(f"{name} must be in [0, 2**32), got {value}")
 
 
 def check_distribution(distribution: str) -> None:

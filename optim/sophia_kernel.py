@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .multi_tensor import TYPES, Blocks
+
 BLOCK = 4096  # elements of a program
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Sums that every block leaves behind, for the statistics: m², h², h < 0, and not clipped.
 NUM_SUMS = 4
 
@@ -35,7 +36,7 @@ def _step(
     GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program i works on block `blocks[i, 1]` of tensor `blocks[i, 0]`; addresses are [p, g, m, h] × tensors."""
+    """Addresses are [p, g, m, h] × tensors; the rest is as in `multi_tensor.Blocks`."""
     program = tl.program_id(0)
     tensor = tl.load(blocks_ptr + 2 * program)
     index = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -69,16 +70,9 @@ class FusedStep:
         self, params: Sequence[Tensor], momenta: Sequence[Tensor], hessians: Sequence[Tensor]
     ) -> None:
         self.params, self.momenta, self.hessians = list(params), list(momenta), list(hessians)
-        device = params[0].device
-        counts = torch.tensor([-(-p.numel() // BLOCK) for p in params])
-        tensor = torch.repeat_interleave(torch.arange(len(params)), counts)
-        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        self.blocks = (
-            torch.stack([tensor, torch.arange(len(tensor)) - first], dim=1).to(torch.int32).to(device)
-        )
-        self.numels = torch.tensor([p.numel() for p in params]).to(device)
+        self.blocks = Blocks(params, BLOCK)
         self.numel = sum(p.numel() for p in params)
-        self.sums = torch.zeros(len(self.blocks), NUM_SUMS, dtype=torch.float32, device=device)
+        self.sums = torch.zeros(len(self.blocks), NUM_SUMS, dtype=torch.float32, device=params[0].device)
 
     def serves(self, params: Sequence[Tensor], momenta: Sequence[Tensor], hessians: Sequence[Tensor]) -> bool:
         """Whether these are the tensors that it was made for; their memory may be another."""
@@ -98,23 +92,20 @@ class FusedStep:
         weight_decay: float,
     ) -> None:
         """Change parameters and m in place."""
-        lists = (self.params, gradients, self.momenta, self.hessians)
-        addresses = torch.tensor([x.data_ptr() for xs in lists for x in xs], dtype=torch.int64)
-        device = self.params[0].device
-        if device.type == "cuda":
-            addresses = addresses.pin_memory().to(device, non_blocking=True)
+        addresses = self.blocks.addresses(self.params, gradients, self.momenta, self.hessians)
         with torch.cuda.device_of(self.params[0]):
             _step[(len(self.blocks),)](
-                addresses, self.numels, self.blocks, self.sums, len(self.params), lr, beta1, gamma, eps, weight_decay,
-                PARAM=_TYPES[self.params[0].dtype], GRAD=_TYPES[gradients[0].dtype], BLOCK=BLOCK, num_warps=8,
+                addresses, self.blocks.numels, self.blocks.table, self.sums, len(self.params),
+                lr, beta1, gamma, eps, weight_decay,
+                PARAM=TYPES[self.params[0].dtype], GRAD=TYPES[gradients[0].dtype], BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
 
 
 def able(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
     """Whether the kernel takes a list: narrow or single precision, and contiguous."""
     return (
-        params[0].dtype in _TYPES
+        params[0].dtype in TYPES
         and len({g.dtype for g in gradients}) == 1
-        and gradients[0].dtype in _TYPES
+        and gradients[0].dtype in TYPES
         and all(p.is_contiguous() and g.is_contiguous() for p, g in zip(params, gradients))
     )

@@ -9,6 +9,8 @@ from train.cross_entropy import linear_cross_entropy
 from train.model import GPT, GPTConfig, attention_function
 
 pytestmark = pytest.mark.gpu
+# The embedding's gradient is summed with atomics, in another order on every run.
+ROUNDING = {"rtol": 1e-4, "atol": 1e-7}
 
 
 def models(**changes):
@@ -29,7 +31,7 @@ def test_a_replayed_graph_gives_what_the_compiled_pass_gives():
     vectors = [torch.randn_like(p) for p in model.parameters()]
     _, expected = product(model, vectors, tokens, targets)
     hvp, got = product(model, vectors, tokens, targets, cuda_graph=True)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, **ROUNDING)
     # Other inputs, and parameters changed in place, as an optimizer does.
     with torch.no_grad():
         for p in model.parameters():
@@ -37,12 +39,12 @@ def test_a_replayed_graph_gives_what_the_compiled_pass_gives():
     batch = tokens.flip(0), targets.flip(1)
     others = [torch.randn_like(p) for p in model.parameters()]
     _, expected = product(model, others, *batch)
-    torch.testing.assert_close(hvp(others, *batch), expected, rtol=0, atol=0)
+    torch.testing.assert_close(hvp(others, *batch), expected, **ROUNDING)
     # Parameters whose memory is another one.
     for p in model.parameters():
         p.data = p.data * 1.01
     _, expected = product(model, others, *batch)
-    torch.testing.assert_close(hvp(others, *batch), expected, rtol=0, atol=0)
+    torch.testing.assert_close(hvp(others, *batch), expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -50,9 +50,8 @@ def test_parameters_and_state_are_those_of_the_foreach_step(dtype, missing):
     take_steps(fused, params, missing=missing)
     take_steps(foreach, twins, missing=missing)
     assert len(fused._fused_steps) == 2
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[
-        dtype
-    ]  # bf16: foreach rounds the parameter twice a step
+    # bf16: a unit (2⁻⁷) for each of three steps, where foreach rounds twice a step.
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.5e-2}[dtype]
     for p, q in zip(params, twins):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
         for name in fused.state[p]:
