@@ -118,7 +118,8 @@ def plot(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    dims = sorted({row["d"] for row in rows})
+    lengths = {d: {r["N"] for r in rows if r["d"] == d} for d in {r["d"] for r in rows}}
+    dims = sorted(d for d in lengths if len(lengths[d]) > 2)
     figure, axes = plt.subplots(
         2, len(dims), figsize=(5.5 * len(dims), 7), layout="constrained", squeeze=False
     )
@@ -137,9 +138,10 @@ def plot(rows: list[dict], path: Path) -> None:
         axes[0, column].loglog([r["N"] for r in mine], [r["floor_ms"] for r in mine], "k:", label="its floor")
         axes[0, column].set(title=f"d = {d}, causal, B={BATCH}, H={HEADS}", ylabel="ms")
         axes[1, column].set(xlabel="N", ylabel="peak memory (MiB)")
-        axes[0, column].legend(frameon=False)
         for axis in axes[:, column]:
             axis.grid(alpha=0.25, which="both")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 

@@ -1,6 +1,5 @@
 """The probes' kernel against `probe`, which tests/optim/test_hutchinson.py and test_philox.py hold to the specification."""
 
-
 import pytest
 import torch
 
