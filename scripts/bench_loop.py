@@ -61,7 +61,7 @@ def read(arm: str, directory: Path, device: str) -> dict:
         "arm": arm, "device": device, "steps": len(rows), "tokens_per_step": rows[0]["tokens"],
         "ordinary_ms": 1e3 * statistics.median(ordinary), "hessian_ms": 1e3 * statistics.median(hessian) if hessian else None,
         "data_wait_ms": 1e3 * statistics.median(r["time/data_wait_s"] for r in rows[1:]),
-        "peak_gib": rows[-1]["memory/peak_gib"], "losses": [r["train/loss"] for r in rows],
+        "peak_gib": rows[-2]["memory/peak_gib"], "losses": [r["train/loss"] for r in rows],
     }  # fmt: skip
     for k in (10, 5, 2):
         extra = (result["hessian_ms"] - result["ordinary_ms"]) / k if hessian else 0.0
