@@ -6,14 +6,14 @@ Names are grouped by a prefix: train/, val/, hessian/, time/ (seconds), memory/ 
 import json
 import math
 import resource
-import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from train.config import Config, WandbConfig, public_dict
+from train.config import Config, WandbConfig
+from train.wandb_log import WandbLog
 
 # Dense bf16 rates of NVIDIA's datasheets, FLOP/s; the first name that the device's contains.
 _PEAK_FLOPS = {
@@ -36,9 +36,9 @@ class Metrics:
 
     def __init__(self, config: Config, directory: Path, first_step: int) -> None:
         self._path = directory / "metrics.jsonl"
-        self._drop_rows_from(first_step)
+        rows = self._drop_rows_from(first_step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._wandb = _start_wandb(config, directory) if isinstance(config.logger, WandbConfig) else None
+        self._wandb = WandbLog(config, directory, rows) if isinstance(config.logger, WandbConfig) else None
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step. JSON has no NaN: values that are not finite are left out, and named under `nonfinite`."""
@@ -48,18 +48,18 @@ class Metrics:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
-            self._wandb.log(row, step=row["step"])
+            self._wandb.write(row)
 
     def close(self, exit_code: int) -> None:
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
+            self._wandb.close(exit_code)
 
-    def _drop_rows_from(self, step: int) -> None:
-        """Forget the steps that are about to be taken again, and a last line that a kill cut short."""
+    def _drop_rows_from(self, step: int) -> list[dict[str, Any]]:
+        """Forget the steps that are about to be taken again, and a last line that a kill cut short. Returns the others."""
         if not self._path.exists():
-            return
-        kept = []
+            return []
+        kept, rows = [], []
         for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 row = json.loads(line)
@@ -67,38 +67,11 @@ class Metrics:
                 break
             if line.endswith("\n") and row["step"] < step:
                 kept.append(line)
+                rows.append(row)
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(self._path)
-
-
-def _start_wandb(config: Config, directory: Path) -> Any:
-    import wandb
-
-    assert isinstance(config.logger, WandbConfig)
-    # The run's id lies in its directory, so that whoever resumes it continues the same run.
-    id_file = directory / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4) + "\n")
-    run = wandb.init(
-        project=config.logger.project,
-        entity=config.logger.entity,
-        group=config.logger.group or config.arm,
-        tags=config.logger.tags,
-        name=config.run.name,
-        id=id_file.read_text().strip(),
-        resume="allow",
-        mode=config.logger.mode,
-        dir=str(directory),
-        config=public_dict(config),
-        settings=wandb.Settings(console="off", save_code=False, disable_git=False),
-    )
-    # Any of the three can be put on the horizontal axis; the default is the step.
-    for name in ("step", "tokens", "time/elapsed_s"):
-        run.define_metric(name, hidden=True)
-    run.define_metric("*", step_metric="step")
-    run.define_metric("val/loss", step_metric="step", summary="min")
-    return run
+        return rows
 
 
 def progress_line(row: dict[str, Any], max_steps: int) -> str:

@@ -99,3 +99,15 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen, timeout: floa
 def kill_group(process: subprocess.Popen) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def kill_everything_in(folder: Path) -> None:
+    """SIGKILL for every process that works in `folder`: torchrun gives its workers sessions of their own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").resolve(strict=True) == folder.resolve() and int(
+                process.name
+            ) != os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+        except (OSError, PermissionError):
+            continue  # it has ended meanwhile, or is somebody else's

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.train.launch import (
     SOPHIA,
     command,
     environment,
+    kill_everything_in,
     kill_group,
     rows,
     series,
@@ -30,6 +30,7 @@ from tests.train.launch import (
     wait_for_step,
 )
 from train.checkpoint import list_checkpoints
+from train.wandb_log import records
 
 DROPOUT = "model.dropout=0.1"
 
@@ -487,28 +488,11 @@ def test_sample_evaluates_and_samples(uninterrupted):
 # --- Weights & Biases, and what must not be stored --------------------------------------------------------------------
 
 
-def wandb_records(path: Path) -> list[bytes]:
-    """Records of an offline file: LevelDB's log format after a header of 7 bytes. One that a kill cut short is left out."""
-    data, position, records, parts = path.read_bytes(), 7, [], b""
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:  # too little for a header: the rest of the block is filled up
-            position += room
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4) and position <= len(data):  # a whole record, or the last part of one
-            records.append(parts)
-            parts = b""
-    return records
-
-
 def read_wandb(folder: Path) -> tuple[list[dict], dict, set[str]]:
     """History rows, configuration and the metrics that were defined, from a run's offline files in order."""
     history, config, metrics = [], {}, set()
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for data in wandb_records(path):
+        for data in records(path):
             record = wandb_internal_pb2.Record.FromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "history":
@@ -520,6 +504,26 @@ def read_wandb(folder: Path) -> tuple[list[dict], dict, set[str]]:
             elif kind == "metric":
                 metrics.add(record.metric.name or record.metric.glob_name)
     return history, config, metrics
+
+
+@pytest.mark.parametrize("after", ["a kill", "a kill that lost the last rows"])
+def test_wandb_has_every_step_once_after_a_kill_of_two_processes(after, tmp_path):
+    arguments = (*SMALL, *SOPHIA, "logger=wandb", "logger.mode=offline", "run.dir=run", "model.embed_dim=128")
+    process = start(*arguments, cwd=tmp_path, processes=2)
+    wait_for_step(tmp_path / "run", 7, process)
+    kill_everything_in(tmp_path)
+    process.wait()
+    (first,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    if after != "a kill":  # as if the machine had gone down: not all of it had reached the disk
+        whole = first.read_bytes()
+        first.write_bytes(whole[: len(whole) // 2])
+    before = [row["step"] for row in read_wandb(tmp_path / "run")[0]]
+    assert len(before) < 12 and len(rows(tmp_path / "run")) < 12
+    train(*arguments, cwd=tmp_path, processes=2)
+    history, _, _ = read_wandb(tmp_path / "run")
+    assert [row["step"] for row in history] == list(range(1, 13)), before
+    assert [row["train/loss"] for row in history] == series(tmp_path / "run", "train/loss")
+    assert len(list((tmp_path / "run").glob("wandb/offline-run-*"))) == 2
 
 
 def test_wandb_offline_holds_the_run_and_no_secrets(tmp_path):

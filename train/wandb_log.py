@@ -1,0 +1,90 @@
+"""Weights & Biases: every step of a run once, also when the run was killed and goes on.
+
+A step that is taken again after a kill may be there already, and the last ones before the kill may have got lost on their way.
+So what counts when a run goes on is what is there: on the server, or in the run's offline files.
+"""
+
+import json
+import secrets
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.config import Config, WandbConfig, public_dict
+
+
+class WandbLog:
+    """The run's log at Weights & Biases. `rows` are those of its earlier processes that still count."""
+
+    def __init__(self, config: Config, directory: Path, rows: list[dict[str, Any]]) -> None:
+        import wandb
+
+        assert isinstance(config.logger, WandbConfig)
+        # The run's id lies in its directory, so that whoever resumes it continues the same run.
+        id_file = directory / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4) + "\n")
+        run_id = id_file.read_text().strip()
+        there = last_offline_step(directory, run_id)
+        self._run = wandb.init(
+            project=config.logger.project,
+            entity=config.logger.entity,
+            group=config.logger.group or config.arm,
+            tags=config.logger.tags,
+            name=config.run.name,
+            id=run_id,
+            resume="allow",
+            mode=config.logger.mode,
+            dir=str(directory),
+            config=public_dict(config),
+            settings=wandb.Settings(console="off", save_code=False, disable_git=False),
+        )
+        # Any of the three can be put on the horizontal axis; the default is the step.
+        for name in ("step", "tokens", "time/elapsed_s"):
+            self._run.define_metric(name, hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("val/loss", step_metric="step", summary="min")
+        self._last = max(
+            there, self._run.starting_step - 1
+        )  # a resumed run starts after the server's last step
+        for row in rows:
+            self.write(row)
+
+    def write(self, row: dict[str, Any]) -> None:
+        if row["step"] > self._last:
+            self._run.log(row, step=row["step"])
+            self._last = row["step"]
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+def last_offline_step(directory: Path, run_id: str) -> int:
+    """The last step in the offline files of a run, 0 if there is none."""
+    from wandb.proto import wandb_internal_pb2
+
+    last = 0
+    for path in directory.glob(f"wandb/offline-run-*-{run_id}/*.wandb"):
+        for data in records(path):
+            record = wandb_internal_pb2.Record.FromString(data)  # pyright: ignore[reportAttributeAccessIssue]
+            for item in record.history.item:
+                if (item.key or "/".join(item.nested_key)) == "step":
+                    last = max(last, int(json.loads(item.value_json)))
+    return last
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Records of an offline file: LevelDB's log format after a header of 7 bytes. One that a kill cut short is left out."""
+    data, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        if room < 7:  # too little for a header: the rest of the block is filled up
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4) and position <= len(data):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
