@@ -132,6 +132,7 @@ class Config:
     preset: str
     seed: int
     device: str
+    profile: bool  # write a torch trace of three steps of rank 0, from the third step of this process on
     run: RunConfig
     model: ModelConfig
     data: DataConfig
@@ -156,6 +157,7 @@ MAY_CHANGE_ON_RESUME = (
     "logger.",
     "logger",
     "device",
+    "profile",
     "arm",  # names only: what they set is compared key by key
     "preset",
     "train.resume",

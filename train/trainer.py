@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import flashbob
 from data import DataError, StreamedText, open_data
@@ -138,6 +139,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         saved_step = None
+        profiler = self._profiler()
         while self.step < train.max_steps:
             self.step += 1
             is_last = self.step == train.max_steps
@@ -152,6 +154,8 @@ class Trainer:
                 ) from error
             if self.step % train.eval_every == 0 or is_last:
                 row["val/loss"] = self.evaluate()
+            if profiler is not None:
+                profiler.step()
             elapsed = time.perf_counter() - start
             row["time/elapsed_s"] = self.elapsed_before + elapsed
             row["time/eta_s"] = elapsed / (self.step - first_step) * (train.max_steps - self.step)
@@ -174,6 +178,25 @@ class Trainer:
                 return
         self._say(f"{self.config.run.name}: complete; {self.directory}")
 
+    def _profiler(self) -> profile | None:
+        """With `profile=true`, on rank 0: three steps after two, as a trace for chrome://tracing or Perfetto."""
+        if not (self.config.profile and self.world.is_main):
+            return None
+        path = self.directory / "trace.json.gz"
+
+        def write(p: profile) -> None:
+            p.export_chrome_trace(str(path))
+            self._say(f"{path}: a trace of three steps, up to step {self.step}")
+
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+        profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+            on_trace_ready=write,
+        )
+        profiler.start()
+        return profiler
+
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _take_step(self) -> dict[str, Any]:
@@ -186,7 +209,8 @@ class Trainer:
         row: dict[str, Any] = {"step": self.step, "tokens": self.step * self.tokens_per_step, "train/lr": lr}
         is_hessian_step = isinstance(optimizer, SophiaH) and optimizer.hessian_due
 
-        batches = self._take_batches()
+        with record_function("data"):
+            batches = self._take_batches()
         row["time/data_wait_s"] = time.perf_counter() - start
         loss, estimate = self._accumulate(batches, row, is_hessian_step)
         distributed.sum_over_ranks(self.world, loss)
@@ -215,7 +239,8 @@ class Trainer:
             row |= {"train/loss": loss_value, "train/grad_norm": grad_norm}
             if isinstance(optimizer, SophiaH) and estimate is not None:
                 optimizer.update_hessian(estimate, check_finite=False)
-            optimizer.step()
+            with record_function("optimizer"):
+                optimizer.step()
             if isinstance(optimizer, SophiaH):
                 statistics = {name: value.item() for name, value in optimizer.statistics().items()}
                 row |= {
@@ -254,7 +279,7 @@ class Trainer:
             for round in range(hessian_rounds):
                 micro_batch = round * self.world.size + self.world.rank
                 probes = self.estimator.probes(step=self.step, micro_batch=micro_batch)
-                with self._autocast():
+                with record_function("hessian_vector_product"), self._autocast():
                     loss, gradients, products = self.second_order(probes, *self._to_device(batches[round]))
                 self.estimator.add(probes, products)
                 if shared:
@@ -265,11 +290,13 @@ class Trainer:
             row["hessian/event_s"] = time.perf_counter() - start
 
         for round in range(hessian_rounds if shared else 0, self.rounds):
-            with self._autocast():
+            with record_function("forward"), self._autocast():
                 _, loss = self.ordinary_model(*self._to_device(batches[round]))
-            (loss / self.rounds).backward()
+            with record_function("backward"):
+                (loss / self.rounds).backward()
             loss_sum += loss.detach()
-        distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
+        with record_function("all_reduce"):
+            distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
         return loss_sum, estimate
 
     def _take_batches(self) -> list[tuple[Tensor, Tensor]]:

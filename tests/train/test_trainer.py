@@ -1,5 +1,6 @@
 """The training program, started as users start it."""
 
+import gzip
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -483,6 +485,18 @@ def test_sample_evaluates_and_samples(uninterrupted):
     assert missing.stderr.strip() == (
         "train.sample: error: /nowhere: no checkpoint there; expected a checkpoint, or a run directory that has one"
     )
+
+
+def test_a_profile_names_the_phases(tmp_path):
+    result = train(*SMALL, *SOPHIA, "profile=true", "train.max_steps=7", "run.dir=run", cwd=tmp_path)
+    assert "trace.json.gz: a trace of three steps, up to step 5" in result.stdout
+    trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
+    counts = Counter(
+        event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"
+    )
+    # Steps 3 to 5 with four micro-batches; step 4 has the Hessian, which brings its gradients along.
+    assert (counts["data"], counts["optimizer"]) == (3, 3)
+    assert (counts["forward"], counts["backward"], counts["hessian_vector_product"]) == (8, 8, 4)
 
 
 # --- Weights & Biases, and what must not be stored --------------------------------------------------------------------
