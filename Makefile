@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: demo test setup lint clean
+.PHONY: demo test test-slurm setup lint clean
 
 setup: $(VENV)/.installed
 
@@ -15,6 +15,9 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest
+
+test-slurm: setup # installs and starts Slurm on this machine: as root, with ALLOW_INSTALL=1
+	bash tests/slurm/run.sh
 
 lint: setup
 	$(VENV)/bin/ruff check .

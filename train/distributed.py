@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# SIGUSR1 is what batch systems send before the time limit; STOP_SIGNAL=USR2 takes another where it has another use.
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.Signals[f"SIG{os.environ.get('STOP_SIGNAL', 'USR1').removeprefix('SIG')}"],
+)
 _received: list[int] = []  # signals that asked to stop, in order
 
 
@@ -44,13 +49,19 @@ def environment() -> World:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def catch_stop_signals() -> None:
-    """From now on SIGTERM, SIGUSR1 and a first Ctrl-C are only noted; a second Ctrl-C ends the process at once."""
+def catch_stop_signals(starting: bool = False) -> None:
+    """From now on SIGTERM, SIGUSR1 (or $STOP_SIGNAL) and a first Ctrl-C are only noted; a second Ctrl-C ends the process at once.
+
+    While the run is `starting` SIGTERM keeps its effect: nothing can be lost yet, and it is how torchrun ends a rank that waits for
+    a dead one to join, which could not act on a note for half an hour.
+    """
     for number in STOP_SIGNALS:
-        signal.signal(number, _note)
+        if not (starting and number == signal.SIGTERM):
+            signal.signal(number, _note)
 
 
 def ignore_stop_signals() -> None:
+    """For the end of the process: the interpreter gives handlers back first, and a late signal would end it as killed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -88,7 +99,19 @@ def start(world: World, device: "torch.device") -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if shared and attempt != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun's store outlives the ranks: without names of their own, restarted ranks find the addresses of dead ones
+            # (pytorch issue 135712). On several nodes the count is each node's own: slurm/node.sh has torchrun share no store.
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.PrefixStore(
+                f"attempt-{attempt}", dist.TCPStore(address, port, world.size, is_master=False)
+            )
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+        else:
+            dist.init_process_group(backend)
 
 
 def shutdown() -> None:

@@ -38,7 +38,7 @@ _reported: list[str] = []  # errors that were printed
 
 def main() -> None:
     """Run the command line of this process. Exits with status 1 after a line on stderr, or 130 after Ctrl-C."""
-    distributed.catch_stop_signals()
+    distributed.catch_stop_signals(starting=True)
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: they are reported here
     try:
@@ -46,6 +46,7 @@ def main() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         _report(_hydra_line(error))
     finally:
+        distributed.ignore_stop_signals()
         distributed.shutdown()
     if _reported:
         sys.exit(1)
@@ -82,7 +83,9 @@ def _train(values: DictConfig) -> None:
         Trainer,
     )  # torch and the model only now, when the configuration is known to be good
 
-    Trainer(config).run()
+    trainer = Trainer(config)
+    distributed.catch_stop_signals()
+    trainer.run()
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
