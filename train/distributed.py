@@ -52,8 +52,8 @@ def environment() -> World:
 def catch_stop_signals(starting: bool = False) -> None:
     """From now on SIGTERM, SIGUSR1 (or $STOP_SIGNAL) and a first Ctrl-C are only noted; a second Ctrl-C ends the process at once.
 
-    While the run is `starting` SIGTERM keeps its effect: nothing can be lost yet, and it is how torchrun ends a rank that waits for
-    a dead one to join, which could not act on a note for half an hour.
+    While the run is `starting` SIGTERM keeps its effect: nothing can be lost yet, and it is how torchrun ends a rank that
+    waits for a dead one to join, which could not act on a note for half an hour.
     """
     for number in STOP_SIGNALS:
         if not (starting and number == signal.SIGTERM):
@@ -106,9 +106,7 @@ def start(world: World, device: "torch.device") -> None:
             # torchrun's store outlives the ranks: without names of their own, restarted ranks find the addresses of dead ones
             # (pytorch issue 135712). On several nodes the count is each node's own: slurm/node.sh has torchrun share no store.
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.PrefixStore(
-                f"attempt-{attempt}", dist.TCPStore(address, port, world.size, is_master=False)
-            )
+            store = PrefixStore(f"attempt-{attempt}", TCPStore(address, port, world.size, is_master=False))
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         else:
             dist.init_process_group(backend)

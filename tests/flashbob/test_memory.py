@@ -23,6 +23,6 @@ print(peak() - before, peak())
 def test_second_derivative_of_16384_tokens_stays_under_one_gib():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     grown, total = map(float, result.stdout.split())
-    # One N×N fp32 tensor alone is 1 GiB; `math` holds about ten.
-    assert grown < 0.25, f"grew by {grown:.2f} GiB"
+    # One N×N fp32 tensor alone is 1 GiB; `math` holds about ten. Between 0.14 and 0.26 were seen: what malloc keeps varies.
+    assert grown < 0.5, f"grew by {grown:.2f} GiB"
     assert total < 1.0, f"peak of the process: {total:.2f} GiB"
