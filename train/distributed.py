@@ -95,6 +95,7 @@ def start(world: World, device: "torch.device") -> None:
     """Join the process group when there is more than one rank: NCCL on GPUs, gloo on CPUs and for Python objects."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
