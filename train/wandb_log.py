@@ -15,9 +15,14 @@ from train.config import Config, WandbConfig, public_dict
 
 
 class WandbLog:
-    """The run's log at Weights & Biases. `rows` are those of its earlier processes that still count."""
+    """The run's log at Weights & Biases. `rows` are those of its earlier processes that still count.
 
-    def __init__(self, config: Config, directory: Path, rows: list[dict[str, Any]]) -> None:
+    wandb's configuration is the run's, and under `system` what it runs on. The group is the arm, unless one is given.
+    """
+
+    def __init__(
+        self, config: Config, directory: Path, rows: list[dict[str, Any]], system: dict[str, Any]
+    ) -> None:
         import wandb
 
         assert isinstance(config.logger, WandbConfig)
@@ -27,17 +32,18 @@ class WandbLog:
             id_file.write_text(secrets.token_hex(4) + "\n")
         run_id = id_file.read_text().strip()
         there = last_offline_step(directory, run_id)
+        public = public_dict(config)
         self._run = wandb.init(
             project=config.logger.project,
             entity=config.logger.entity,
             group=config.logger.group or config.arm,
-            tags=config.logger.tags,
+            tags=list(dict.fromkeys([*public["logger"]["tags"], config.arm, config.model.name])),
             name=config.run.name,
             id=run_id,
             resume="allow",
             mode=config.logger.mode,
             dir=str(directory),
-            config=public_dict(config),
+            config={**public, "system": system},
             settings=wandb.Settings(console="off", save_code=False, disable_git=False),
         )
         # Any of the three can be put on the horizontal axis; the default is the step.
