@@ -1,159 +1,451 @@
-"""Compare runs: loss against steps, tokens and wall time, and a table of what each step cost.
+"""Compare runs: loss against wall time, tokens and steps, what it takes to reach a loss, and what a step costs.
 
-    python -m scripts.compare_runs runs/a runs/b --out runs/comparison
+    python -m scripts.compare_runs runs/a runs/b --baseline a --out runs/comparison
+    python -m scripts.compare_runs runs/a/wandb/offline-run-20261202_120000-1a2b3c4d wandb:entity/project/run_id
 
-Reads `metrics.jsonl` and `config.yaml` of each run directory; writes `losses.png`, `summary.json` and one self-contained
-page, `report.html`, into --out, and prints the table.
+A RUN is a run directory, one of wandb's offline directories, or a run at wandb's server. Runs that differ in their seeds
+alone are shown as one, with mean and standard deviation. Writes one self-contained page, `report.html`, its pictures and
+`summary.json` into --out, and prints a table.
 """
 
 import argparse
 import base64
 import html
 import json
-import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-AXES = (("step", "step"), ("tokens", "tokens"), ("time/elapsed_s", "wall time (s)"))
-# Okabe and Ito's colours: distinct for colour-blind readers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+from scripts.load_runs import (
+    Comparison,
+    Group,
+    Run,
+    Value,
+    best_loss,
+    build_comparison,
+    final_loss,
+    hessian_events,
+    hessian_steps,
+    is_of_no_effect,
+    last,
+    load_runs,
+    mean_step,
+    median,
+    ordinary_steps,
+    reach,
+    tokens_per_second,
+)
+from scripts.plot_runs import (
+    Figure,
+    Unit,
+    count_unit,
+    figures,
+    name_and_seeds,
+    peak_memory,
+    save_figure,
+    save_overview,
+    show,
+    style,
+    time_unit,
+)
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run's rows of metrics.jsonl, in order of step."""
-
-    name: str
-    rows: list[dict]
-
-    @classmethod
-    def load(cls, directory: str | Path) -> "Run":
-        path = Path(directory) / "metrics.jsonl"
-        if not path.is_file():
-            raise SystemExit(f"{directory} is no run directory: it has no metrics.jsonl")
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        if not any("train/loss" in row for row in rows):
-            raise SystemExit(f"{path} has no row with train/loss: the run has not taken a step")
-        return cls(Path(directory).name, rows)
-
-    def series(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        pairs = [(row[x], row[y]) for row in self.rows if x in row and y in row]
-        return [a for a, _ in pairs], [b for _, b in pairs]
-
-    def summary(self) -> dict[str, float | str | None]:
-        """Final losses, median times in seconds, peak memory in GiB. None: the run has no such step."""
-        ordinary = [r["time/step_s"] for r in self.rows if "time/step_s" in r and "hessian/event_s" not in r]
-        hessian = [r["time/step_s"] for r in self.rows if "time/step_s" in r and "hessian/event_s" in r]
-        validation = self.series("step", "val/loss")[1]
-        memory = self.series("step", "memory/peak_gib")[1]
-        return {
-            "run": self.name,
-            "steps": max(row["step"] for row in self.rows),
-            "train_loss": self.series("step", "train/loss")[1][-1],
-            "val_loss": validation[-1] if validation else None,
-            "step_s": statistics.median(ordinary) if ordinary else None,
-            "hessian_step_s": statistics.median(hessian) if hessian else None,
-            "elapsed_s": max(row["time/elapsed_s"] for row in self.rows if "time/elapsed_s" in row),
-            "peak_gib": max(memory) if memory else None,
-        }
+class Column:
+    key: str  # in summary.json
+    title: str
+    value: Callable[[Group], Value | None]
+    show: Callable[[Value | None], str]
+    unit: str = ""  # of summary.json's number
 
 
-COLUMNS = (
-    ("run", "run", "{}"),
-    ("steps", "steps", "{:,}"),
-    ("train_loss", "training loss", "{:.4f}"),
-    ("val_loss", "validation loss", "{:.4f}"),
-    ("step_s", "step (s)", "{:.3f}"),
-    ("hessian_step_s", "Hessian step (s)", "{:.3f}"),
-    ("elapsed_s", "whole run (s)", "{:,.0f}"),
-    ("peak_gib", "peak memory (GiB)", "{:.2f}"),
-)
+def columns(c: Comparison) -> tuple[list[Column], list[Column]]:
+    """Of the two tables: what it takes to reach the target, and what a step costs. A column that nobody fills is left out."""
 
+    def measured(
+        key: str, title: str, measure: Callable[[Run], float | None], unit: Unit | None = None, decimals=None
+    ):
+        return Column(key, title, lambda g: g.value(measure), lambda v: show(v, unit, decimals))
 
-def cells(summary: dict) -> list[str]:
-    return ["–" if summary[key] is None else form.format(summary[key]) for key, _, form in COLUMNS]
+    def against(key: str, title: str, measure: Callable[[Run], float | None], inverse: bool = False):
+        def ratio(group: Group) -> Value | None:
+            mine, base = group.value(measure), c.baseline.value(measure)
+            if mine is None or base is None or not mine.mean or not base.mean:
+                return None
+            if group is c.baseline:
+                return Value(1.0, None)
+            return mine / base if inverse else base / mine
 
+        return Column(key, title, ratio, lambda v: "–" if v is None else f"{show(v, decimals=2)}×")
 
-def smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average without start-up bias: single-batch losses are too noisy to compare by eye."""
-    smoothed, total, norm = [], 0.0, 0.0
-    for value in values:
-        total, norm = weight * total + (1 - weight) * value, weight * norm + 1 - weight
-        smoothed.append(total / norm)
-    return smoothed
+    def of_target(axis: str) -> Callable[[Run], float | None]:
+        return lambda run: reach(run, c.loss, c.target, axis)
 
+    runs = [run for group in c.groups for run in group.runs]
 
-def plot_losses(runs: list[Run], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(AXES), figsize=(14, 4.2), sharey=True, layout="constrained")
-    for axis, (key, label) in zip(axes, AXES, strict=True):
-        for run, colour in zip(runs, COLOURS * (len(runs) // len(COLOURS) + 1), strict=False):
-            x, y = run.series(key, "train/loss")
-            axis.plot(x, smooth(y), color=colour, alpha=0.45, linewidth=1)
-            x, y = run.series(key, "val/loss")
-            axis.plot(x, y, color=colour, marker="o", markersize=3, linewidth=1.6, label=run.name)
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.25)
-        axis.ticklabel_format(axis="x", style="sci", scilimits=(-3, 5))
-    axes[0].set_ylabel("loss (thin: training, smoothed; dots: validation)")
-    axes[-1].legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    def scale(unit: Callable[[Iterable[float]], Unit], measure: Callable[[Run], float | None]) -> Unit:
+        return unit(value for run in runs if (value := measure(run)) is not None)
 
-
-def write_page(runs: list[Run], picture: Path, path: Path, sample: str | None = None) -> None:
-    head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(run.summary())) + "</tr>"
-        for run in runs
+    seconds, tokens, whole = (
+        of_target("time/elapsed_s"),
+        of_target("tokens"),
+        lambda r: last(r, "time/elapsed_s"),
     )
-    image = base64.b64encode(picture.read_bytes()).decode()
-    text = "" if sample is None else f"<h2>Sampled text</h2><pre>{html.escape(sample)}</pre>"
-    path.write_text(
-        f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Comparison of runs</title>
-<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}}
-table{{border-collapse:collapse}}th,td{{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:right}}
-th:first-child,td:first-child{{text-align:left}}img{{max-width:100%}}pre{{white-space:pre-wrap}}</style>
-<h1>Comparison of runs</h1>
-<img alt="Loss against steps, tokens and wall time" src="data:image/png;base64,{image}">
-<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
-<p>Times are medians over a run's steps: an ordinary step, and a step that refreshes the Hessian estimate. The whole run
-includes evaluation.</p>{text}</html>
+    time, count = scale(time_unit, seconds), scale(lambda x: count_unit(x, "tokens"), tokens)
+    total = scale(time_unit, whole)
+    kinds = (ordinary_steps, hessian_steps)
+    step = time_unit(s for run in runs for kind in kinds if (s := median(kind(run))) is not None)
+    reaching = [
+        measured("target_s", f"time to {c.target:.3f} ({time.name})", seconds, time),
+        against("target_speedup", "speedup", seconds),
+        measured(
+            "target_tokens",
+            f"tokens to it ({count.name.removesuffix('tokens').strip() or 'tokens'})",
+            tokens,
+            count,
+        ),
+        measured("target_steps", "steps to it", of_target("step")),
+        measured("best_loss", f"best {c.loss_name}", lambda r: best_loss(r, c.loss), decimals=3),
+        measured("final_loss", f"last {c.loss_name}", lambda r: final_loss(r, c.loss), decimals=3),
+        measured("steps", "steps in all", lambda r: last(r, "step")),
+        measured("elapsed_s", f"whole run ({total.name})", whole, total),
+    ]
+    cost = [
+        measured("step_s", f"ordinary step ({step.name})", lambda r: median(ordinary_steps(r)), step),
+        measured("hessian_step_s", f"Hessian step ({step.name})", lambda r: median(hessian_steps(r)), step),
+        measured("hessian_event_s", f"of it, Hessian event ({step.name})", lambda r: median(hessian_events(r)), step),
+        measured("mean_step_s", f"mean step ({step.name})", mean_step, step),
+        against("step_speedup", "speedup", mean_step),
+        measured("tokens_per_s", "tokens/s", tokens_per_second),
+        measured("mfu", "MFU (%)", lambda r: median([100 * x for x in r.values("throughput/mfu")])),
+        measured("peak_gib", "peak memory (GiB)", peak_memory),
+        against("memory_ratio", "of the baseline's", peak_memory, inverse=True),
+    ]  # fmt: skip
+
+    def filled(table: list[Column]) -> list[Column]:
+        return [column for column in table if any(column.value(group) is not None for group in c.groups)]
+
+    return filled(reaching), filled(cost)
+
+
+def summary(c: Comparison) -> dict[str, Any]:
+    """What summary.json holds: plain numbers in seconds, GiB, tokens; percent for MFU. None: at least one run lacks it."""
+    groups = []
+    for group in c.groups:
+        values = {col.key: col.value(group) for table in columns(c) for col in table}
+        groups.append(
+            {"name": group.name, "runs": [run.name for run in group.runs]}
+            | {k: v and {"mean": v.mean, "deviation": v.deviation} for k, v in values.items()}
+        )
+    return {"loss": c.loss, "target": c.target, "baseline": c.baseline.name, "groups": groups}
+
+
+def print_tables(c: Comparison) -> None:
+    console = Console(width=None if Console().is_terminal else 140)
+    for table in columns(c):
+        printed = Table()
+        printed.add_column("run")
+        for column in table:
+            printed.add_column(column.title, justify="right")
+        for group in c.groups:
+            printed.add_row(name_and_seeds(group), *(column.show(column.value(group)) for column in table))
+        console.print(printed)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:78rem;margin:2rem auto;padding:0 1rem;overflow-wrap:anywhere}
+h1{margin-bottom:.2rem}h2{margin:2.4rem 0 .4rem}p{max-width:48rem;margin:.4rem 0 .8rem}.lead{font-size:1.1rem}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:.5rem 1rem;align-items:start}
+img{width:100%;height:auto;max-width:34rem}.scroll{overflow-x:auto}pre{white-space:pre-wrap}
+table{border-collapse:collapse;font-size:.92rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
+th,td{padding:.35rem .7rem;border-bottom:1px solid #ddd;text-align:right;vertical-align:top}
+td{white-space:nowrap}th{font-weight:600;vertical-align:bottom}td.wide{white-space:normal;min-width:12rem}
+th:first-child,td:first-child,.text td,.text th{text-align:left}
+td:first-child{white-space:normal;min-width:min(13rem,36vw);max-width:18rem;overflow-wrap:anywhere}
+.key{display:inline-block;width:.75em;height:.75em;border-radius:2px;margin-right:.5em}.note{color:#555;font-size:.92rem}
 """
+
+
+def headline(c: Comparison) -> str:
+    """The result in a sentence or two."""
+    times = [(g.value(lambda r: reach(r, c.loss, c.target, "time/elapsed_s")), g) for g in c.groups]
+    known = [(value, group) for value, group in times if value is not None]
+    target = f"a {c.loss_name} of {c.target:.3f}"
+    if not known:
+        return (
+            f"None of the runs reaches {target} in every seed."
+            if len(c.groups) > 1
+            else f"It does not reach {target}."
+        )
+    unit = time_unit(value.mean for value, _ in known)
+    value, fastest = min(known, key=lambda pair: pair[0].mean)
+    took = f"{show(value, unit)} {unit.name}"
+    if len(c.groups) == 1:
+        return f"{fastest.name} reaches {target} after {took}."
+    base = next((v for v, g in known if g is c.baseline), None)
+    every = len(known) == len(c.groups)
+    text = f"{fastest.name} is the fastest to {target}{', which every run reaches' if every else ''}: {took}"
+    if fastest is c.baseline:
+        return text + ". It is the baseline."
+    if base is None:
+        return text + f". The baseline, {c.baseline.name}, does not reach it."
+    return (
+        text
+        + f", against {show(base, unit)} {unit.name} of {c.baseline.name}, the baseline: {base.mean / value.mean:.2f}× as fast."
     )
 
 
-def print_table(runs: list[Run]) -> None:
-    table = Table()
-    for _, title, _ in COLUMNS:
-        table.add_column(title, justify="left" if title == "run" else "right")
-    for run in runs:
-        table.add_row(*cells(run.summary()))
-    Console(width=None if Console().is_terminal else 120).print(table)
+def write_page(
+    c: Comparison, pictures: list[list[tuple[Figure, Path]]], path: Path, sample: str | None
+) -> None:
+    runs = [run for group in c.groups for run in group.runs]
+    by_name = {figure.name: (figure, picture) for row in pictures for figure, picture in row}
+
+    def images(prefixes: tuple[str, ...]) -> str:
+        chosen = [pair for name, pair in by_name.items() if name.startswith(prefixes)]
+        return (
+            '<div class="figures">'
+            + "".join(_image(figure, picture, c) for figure, picture in chosen)
+            + "</div>"
+        )
+
+    reaching, cost = columns(c)
+    deviations = " Lines and numbers are means over the seeds of a group; bands and ± are standard deviations." if any(
+        len(group.runs) > 1 for group in c.groups
+    ) else ""  # fmt: skip
+    target = (
+        "the best loss of the run that came down least, so that every run reaches it"
+        if c.target_is_default
+        else "given on the command line"
+    )
+    kind = "Dots and thick lines are" if c.loss == "val/loss" else "Lines are"
+    thin = (
+        "; thin lines are the training loss, smoothed over about ten steps"
+        if c.loss == "val/loss"
+        else " over about ten steps"
+    )
+    on_cpu = any(
+        entry["hardware"]["device"] == "cpu"
+        for run in runs
+        for entry in run.system[:1]
+        if "hardware" in entry
+    )
+    memory = "what PyTorch had allocated on a GPU at most" + (
+        ", on a CPU the whole process's resident memory, libraries included"
+        if on_cpu or not any(r.system for r in runs)
+        else ""
+    )
+    has_hessian = any(hessian_events(run) for run in runs)
+    hessian = (
+        " A Hessian step also refreshes the estimate of the Hessian's diagonal; the Hessian event is the part of it that "
+        "computes Hessian-vector products, with the gradient where that comes along." if has_hessian else ""
+    )  # fmt: skip
+    parts = [
+        "<h1>Comparison of runs</h1>",
+        f'<p class="lead">{html.escape(headline(c))}</p>',
+        _warnings(c),
+        "<h2>Loss</h2>",
+        f"<p>{kind} the {c.loss_name}{thin}. The dotted line is the target, {c.target:.4f}: {target}.{deviations}</p>",
+        images(("loss-",)),
+        "<h2>What it takes to reach the target</h2>",
+        "<p>Where the loss first came down to the target, on a straight line between two values. Shorter is better.</p>",
+        images(("target-",)),
+        _table("reaching", c, reaching),
+        f'<p class="note">Speedup: the time of the baseline, {html.escape(c.baseline.name)}, divided by the group\'s; above 1 is '
+        "faster. Times are wall time since the run began, evaluation and checkpoints included.</p>",
+        "<h2>What a step costs</h2>",
+        f"<p>Boxes are the middle half of all steps, the black line is the median, whiskers reach from 5 % to 95 %.{hessian}</p>",
+        images(("step-time", "hessian-time", "memory")),
+        _table("cost", c, cost),
+        '<p class="note">Step times are medians over a run; the mean step weighs ordinary and Hessian steps as often as they '
+        f"occurred, and the speedup is the baseline's mean step divided by the group's. Peak memory: {memory}.</p>",
+        "<h2>What differs in the configurations</h2>",
+        _differences(c),
+        "<h2>What the runs ran on</h2>",
+        _origins(c),
+    ]
+    if sample is not None:
+        parts.append(f"<h2>Sampled text</h2><pre>{html.escape(sample)}</pre>")
+    path.write_text(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>Comparison of runs</title><style>{STYLE}</style></head><body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n",
+        encoding="utf-8",
+    )
 
 
-def compare(directories: list[Path], out: Path, sample: str | None = None) -> Path:
-    """Write losses.png, summary.json and report.html into `out`; returns the page's path."""
-    runs = [Run.load(directory) for directory in directories]
+def _image(figure: Figure, picture: Path, c: Comparison) -> str:
+    data = base64.b64encode(picture.read_bytes()).decode()
+    text = html.escape(f"{figure.title}: {', '.join(group.name for group in c.groups)}", quote=True)
+    return f'<img id="{figure.name}" alt="{text}" src="data:image/png;base64,{data}">'
+
+
+def _key(c: Comparison, group: Group) -> str:
+    return f'<span class="key" style="background:{style(c, group)["color"]}"></span>'
+
+
+def _table(name: str, c: Comparison, table: list[Column]) -> str:
+    head = "<th>run</th>" + "".join(f"<th>{html.escape(column.title)}</th>" for column in table)
+    body = "".join(
+        f"<tr><td>{_key(c, group)}{html.escape(name_and_seeds(group))}</td>"
+        + "".join(f"<td>{html.escape(_cell(column, group))}</td>" for column in table)
+        + "</tr>"
+        for group in c.groups
+    )
+    return f'<div class="scroll"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(column: Column, group: Group) -> str:
+    value = column.value(group)
+    return "not reached" if value is None and column.key == "target_s" else column.show(value)
+
+
+def _warnings(c: Comparison) -> str:
+    lines = [f"{run.name}: {'; '.join(run.remarks)}." for g in c.groups for run in g.runs if run.remarks]
+    hardware = {json.dumps(_hardware(run)) for group in c.groups for run in group.runs if run.system}
+    if len(hardware) > 1:
+        lines.append("The runs did not all use the same hardware: their times compare the hardware, too.")
+    if any(not _has_loss(c, group) for group in c.groups):
+        lines.append(f"Some runs have no {c.loss_name}; they are in the tables, with what they have.")
+    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+
+
+def _has_loss(c: Comparison, group: Group) -> bool:
+    return all(run.values(c.loss) for run in group.runs)
+
+
+def _differences(c: Comparison) -> str:
+    """A row for each key of the configuration in which the groups differ."""
+    if any(not group.runs[0].config for group in c.groups):
+        return "<p>Not all runs recorded their configuration.</p>"
+    configs = [group.runs[0].config for group in c.groups]
+    keys = [key for key in dict.fromkeys(k for config in configs for k in config) if not is_of_no_effect(key)]
+    rows = [[key, *(_plain(config.get(key, "–")) for config in configs)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if not rows:
+        return (
+            "<p>Nothing: "
+            + ("there is one." if len(configs) == 1 else "seeds, code or machines differ.")
+            + "</p>"
+        )
+    return _text_table("differences", ["key", *(group.name for group in c.groups)], rows)
+
+
+def _plain(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _hardware(run: Run) -> list[str]:
+    return sorted({_hardware_line(entry.get("hardware", {})) for entry in run.system})
+
+
+def _hardware_line(hardware: dict[str, Any]) -> str:
+    if not hardware:
+        return "not recorded"
+    processes, hosts = hardware.get("processes", 1), hardware.get("hosts", 1)
+    cpu = f"{hardware.get('cpu')}, {hardware.get('cpu_count')} cores"
+    gpus = hardware.get("gpus") or []
+    per_host = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
+    many = f"{hosts} hosts, each " if hosts > 1 else ""
+    return f"{many}{per_host + '; ' if gpus else ''}{cpu}; {processes} {'process' if processes == 1 else 'processes'}"
+
+
+def _origins(c: Comparison) -> str:
+    rows = []
+    for group in c.groups:
+        for run in group.runs:
+            entries = run.system or [{}]
+            commits = dict.fromkeys(
+                f"{entry['commit'][:10]}{' and changes' if entry.get('uncommitted') else ''}"
+                for entry in entries
+                if entry.get("commit")
+            )
+            versions = dict.fromkeys(
+                ", ".join(
+                    f"{name} {value}"
+                    for name, value in entry.get("versions", {}).items()
+                    if value and name != "wandb"
+                )
+                for entry in entries
+            )
+            rows.append(
+                [
+                    run.name,
+                    _plain(run.config.get("seed", "–")),
+                    " → ".join(_hardware(run)) or "not recorded",
+                    " → ".join(filter(None, versions)) or "not recorded",
+                    " → ".join(commits) or "not recorded",
+                    entries[0].get("started", "–").replace("T", " ").replace("+00:00", " UTC"),
+                ]
+            )
+    return _text_table("origins", ["run", "seed", "hardware", "versions", "commit", "started"], rows)
+
+
+def _text_table(name: str, head: list[str], rows: list[list[str]]) -> str:
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{' class=wide' if len(x) > 30 else ''}>{html.escape(x)}</td>" for x in row)
+        + "</tr>"
+        for row in rows
+    )
+    table = f'<table id="{name}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll text">{table}</div>'
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    sources: Iterable[str | Path],
+    out: Path,
+    sample: str | None = None,
+    baseline: str | None = None,
+    target: float | None = None,
+    separate: bool = False,
+) -> Path:
+    """Write report.html, its pictures, overview.png and summary.json into `out`; returns the page's path."""
+    c = build_comparison(load_runs(sources), baseline, target, separate)
     out.mkdir(parents=True, exist_ok=True)
-    plot_losses(runs, out / "losses.png")
-    (out / "summary.json").write_text(json.dumps([run.summary() for run in runs], indent=1) + "\n")
-    write_page(runs, out / "losses.png", out / "report.html", sample)
-    print_table(runs)
+    rows = figures(c)
+    pictures = [[(figure, out / f"{figure.name}.png") for figure in row] for row in rows]
+    for row in pictures:
+        for figure, path in row:
+            save_figure(figure, c, path)
+    save_overview(rows, c, out / "overview.png")
+    (out / "summary.json").write_text(json.dumps(summary(c), indent=1) + "\n")
+    write_page(c, pictures, out / "report.html", sample)
+    print_tables(c)
     return out / "report.html"
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="compare_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, default=Path("runs/comparison"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    print("report:", compare(arguments.runs, arguments.out))
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="what speedups are against; default: the first RUN"
+    )
+    parser.add_argument(
+        "--target-loss", type=float, metavar="LOSS",
+        help="default: the best loss of the run that came down least, so that every run reaches it",
+    )  # fmt: skip
+    parser.add_argument("--separate", action="store_true", help="do not group the seeds of a configuration")
+    a = parser.parse_args(arguments)
+    print("report:", compare(a.runs, a.out, None, a.baseline, a.target_loss, a.separate))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ So what counts when a run goes on is what is there: on the server, or in the run
 import json
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,28 @@ class WandbLog:
 
 def last_offline_step(directory: Path, run_id: str) -> int:
     """The last step in the offline files of a run, 0 if there is none."""
+    _, rows = read_offline(directory.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
+    return max((int(row["step"]) for row in rows if "step" in row), default=0)
+
+
+def read_offline(paths: Iterable[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is in `.wandb` files, in the order given: name, id, group, tags and config of the run, and its rows of metrics."""
     from wandb.proto import wandb_internal_pb2
 
-    last = 0
-    for path in directory.glob(f"wandb/offline-run-*-{run_id}/*.wandb"):
+    run: dict[str, Any] = {"config": {}}
+    rows = []
+    for path in paths:
         for data in records(path):
             record = wandb_internal_pb2.Record.FromString(data)  # pyright: ignore[reportAttributeAccessIssue]
-            for item in record.history.item:
-                if (item.key or "/".join(item.nested_key)) == "step":
-                    last = max(last, int(json.loads(item.value_json)))
-    return last
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            elif record.HasField("run"):
+                config = {i.key: json.loads(i.value_json) for i in record.run.config.update}
+                run["config"] |= config
+                run |= {"name": record.run.display_name, "id": record.run.run_id}
+                run |= {"group": record.run.run_group, "tags": list(record.run.tags)}
+    return run, rows
 
 
 def records(path: Path) -> Iterator[bytes]:
