@@ -48,6 +48,7 @@ from scripts.plot_runs import (
     peak_memory,
     save_figure,
     save_overview,
+    short_names,
     show,
     style,
     time_unit,
@@ -62,11 +63,11 @@ class Column:
     title: str
     value: Callable[[Group], Value | None]
     show: Callable[[Value | None], str]
-    unit: str = ""  # of summary.json's number
+    is_ratio: bool = False  # to the baseline
 
 
 def columns(c: Comparison) -> tuple[list[Column], list[Column]]:
-    """Of the two tables: what it takes to reach the target, and what a step costs. A column that nobody fills is left out."""
+    """Of the two tables: what it takes to reach the target, and what a step costs."""
 
     def measured(
         key: str, title: str, measure: Callable[[Run], float | None], unit: Unit | None = None, decimals=None
@@ -82,7 +83,9 @@ def columns(c: Comparison) -> tuple[list[Column], list[Column]]:
                 return Value(1.0, None)
             return mine / base if inverse else base / mine
 
-        return Column(key, title, ratio, lambda v: "–" if v is None else f"{show(v, decimals=2)}×")
+        return Column(
+            key, title, ratio, lambda v: "–" if v is None else f"{show(v, decimals=2)}×", is_ratio=True
+        )
 
     def of_target(axis: str) -> Callable[[Run], float | None]:
         return lambda run: reach(run, c.loss, c.target, axis)
@@ -92,30 +95,22 @@ def columns(c: Comparison) -> tuple[list[Column], list[Column]]:
     def scale(unit: Callable[[Iterable[float]], Unit], measure: Callable[[Run], float | None]) -> Unit:
         return unit(value for run in runs if (value := measure(run)) is not None)
 
-    seconds, tokens, whole = (
-        of_target("time/elapsed_s"),
-        of_target("tokens"),
-        lambda r: last(r, "time/elapsed_s"),
-    )
-    time, count = scale(time_unit, seconds), scale(lambda x: count_unit(x, "tokens"), tokens)
-    total = scale(time_unit, whole)
+    seconds, tokens = of_target("time/elapsed_s"), of_target("tokens")
+    whole = lambda run: last(run, "time/elapsed_s")  # noqa: E731
+    time, total = scale(time_unit, seconds), scale(time_unit, whole)
+    count = scale(lambda x: count_unit(x, "tokens"), tokens)
     kinds = (ordinary_steps, hessian_steps)
     step = time_unit(s for run in runs for kind in kinds if (s := median(kind(run))) is not None)
     reaching = [
         measured("target_s", f"time to {c.target:.3f} ({time.name})", seconds, time),
         against("target_speedup", "speedup", seconds),
-        measured(
-            "target_tokens",
-            f"tokens to it ({count.name.removesuffix('tokens').strip() or 'tokens'})",
-            tokens,
-            count,
-        ),
-        measured("target_steps", "steps to it", of_target("step")),
+        measured("target_tokens", f"{count.name} to it", tokens, count, decimals=0 if count.size == 1 else None),
+        measured("target_steps", "steps to it", of_target("step"), decimals=0),
         measured("best_loss", f"best {c.loss_name}", lambda r: best_loss(r, c.loss), decimals=3),
         measured("final_loss", f"last {c.loss_name}", lambda r: final_loss(r, c.loss), decimals=3),
-        measured("steps", "steps in all", lambda r: last(r, "step")),
+        measured("steps", "steps in all", lambda r: last(r, "step"), decimals=0),
         measured("elapsed_s", f"whole run ({total.name})", whole, total),
-    ]
+    ]  # fmt: skip
     cost = [
         measured("step_s", f"ordinary step ({step.name})", lambda r: median(ordinary_steps(r)), step),
         measured("hessian_step_s", f"Hessian step ({step.name})", lambda r: median(hessian_steps(r)), step),
@@ -128,33 +123,42 @@ def columns(c: Comparison) -> tuple[list[Column], list[Column]]:
         against("memory_ratio", "of the baseline's", peak_memory, inverse=True),
     ]  # fmt: skip
 
-    def filled(table: list[Column]) -> list[Column]:
-        return [column for column in table if any(column.value(group) is not None for group in c.groups)]
+    return reaching, cost
 
-    return filled(reaching), filled(cost)
+
+def tables(c: Comparison) -> list[list[Column]]:
+    """The columns that are shown: those that a group fills, and always whether the target was reached."""
+
+    def is_shown(column: Column) -> bool:
+        if column.is_ratio and len(c.groups) == 1:
+            return False
+        return column.key == "target_s" or any(column.value(group) is not None for group in c.groups)
+
+    return [list(filter(is_shown, table)) for table in columns(c)]
 
 
 def summary(c: Comparison) -> dict[str, Any]:
     """What summary.json holds: plain numbers in seconds, GiB, tokens; percent for MFU. None: at least one run lacks it."""
+    every = [column for table in columns(c) for column in table]
     groups = []
     for group in c.groups:
-        values = {col.key: col.value(group) for table in columns(c) for col in table}
+        values = {column.key: column.value(group) for column in every}
         groups.append(
             {"name": group.name, "runs": [run.name for run in group.runs]}
-            | {k: v and {"mean": v.mean, "deviation": v.deviation} for k, v in values.items()}
+            | {key: v and {"mean": v.mean, "deviation": v.deviation} for key, v in values.items()}
         )
     return {"loss": c.loss, "target": c.target, "baseline": c.baseline.name, "groups": groups}
 
 
 def print_tables(c: Comparison) -> None:
     console = Console(width=None if Console().is_terminal else 140)
-    for table in columns(c):
+    for table in tables(c):
         printed = Table()
-        printed.add_column("run")
+        printed.add_column("run", no_wrap=True)
         for column in table:
             printed.add_column(column.title, justify="right")
-        for group in c.groups:
-            printed.add_row(name_and_seeds(group), *(column.show(column.value(group)) for column in table))
+        for name, group in zip(short_names([name_and_seeds(group) for group in c.groups]), c.groups):
+            printed.add_row(name, *(_cell(column, group) for column in table))
         console.print(printed)
 
 
@@ -204,74 +208,69 @@ def headline(c: Comparison) -> str:
 
 
 def write_page(
-    c: Comparison, pictures: list[list[tuple[Figure, Path]]], path: Path, sample: str | None
+    c: Comparison, pictures: dict[str, tuple[Figure, Path]], path: Path, sample: str | None
 ) -> None:
     runs = [run for group in c.groups for run in group.runs]
-    by_name = {figure.name: (figure, picture) for row in pictures for figure, picture in row}
+    reaching, cost = tables(c)
+    several = len(c.groups) > 1
+    has_seeds = any(len(group.runs) > 1 for group in c.groups)
+    has_hessian = any(hessian_events(run) for run in runs)
+    baseline = html.escape(c.baseline.name)
 
-    def images(prefixes: tuple[str, ...]) -> str:
-        chosen = [pair for name, pair in by_name.items() if name.startswith(prefixes)]
+    def images(*prefixes: str) -> str:
+        chosen = [pictures[name] for name in pictures if name.startswith(prefixes)]
         return (
-            '<div class="figures">'
-            + "".join(_image(figure, picture, c) for figure, picture in chosen)
-            + "</div>"
+            '<div class="figures">' + "".join(_image(figure, file, c) for figure, file in chosen) + "</div>"
         )
 
-    reaching, cost = columns(c)
-    deviations = " Lines and numbers are means over the seeds of a group; bands and ± are standard deviations." if any(
-        len(group.runs) > 1 for group in c.groups
-    ) else ""  # fmt: skip
+    def when(condition: bool, text: str) -> str:
+        return f" {text}" if condition else ""
+
+    curves = (
+        "Dots and thick lines are the validation loss; thin lines are the training loss, smoothed over about ten steps."
+        if c.loss == "val/loss"
+        else "Lines are the training loss, smoothed over about ten steps."
+    )
     target = (
         "the best loss of the run that came down least, so that every run reaches it"
         if c.target_is_default
-        else "given on the command line"
+        else "as given on the command line"
     )
-    kind = "Dots and thick lines are" if c.loss == "val/loss" else "Lines are"
-    thin = (
-        "; thin lines are the training loss, smoothed over about ten steps"
-        if c.loss == "val/loss"
-        else " over about ten steps"
-    )
-    on_cpu = any(
-        entry["hardware"]["device"] == "cpu"
-        for run in runs
-        for entry in run.system[:1]
-        if "hardware" in entry
-    )
-    memory = "what PyTorch had allocated on a GPU at most" + (
-        ", on a CPU the whole process's resident memory, libraries included"
-        if on_cpu or not any(r.system for r in runs)
-        else ""
-    )
-    has_hessian = any(hessian_events(run) for run in runs)
-    hessian = (
-        " A Hessian step also refreshes the estimate of the Hessian's diagonal; the Hessian event is the part of it that "
-        "computes Hessian-vector products, with the gradient where that comes along." if has_hessian else ""
-    )  # fmt: skip
     parts = [
         "<h1>Comparison of runs</h1>",
         f'<p class="lead">{html.escape(headline(c))}</p>',
         _warnings(c),
         "<h2>Loss</h2>",
-        f"<p>{kind} the {c.loss_name}{thin}. The dotted line is the target, {c.target:.4f}: {target}.{deviations}</p>",
-        images(("loss-",)),
+        f"<p>{curves} The dotted line is the target, {c.target:.4f}: {target}."
+        + when(has_seeds, "Lines and numbers are means over a group's seeds; bands and ± are standard deviations.")
+        + "</p>",
+        images("loss-"),
         "<h2>What it takes to reach the target</h2>",
         "<p>Where the loss first came down to the target, on a straight line between two values. Shorter is better.</p>",
-        images(("target-",)),
+        images("target-"),
         _table("reaching", c, reaching),
-        f'<p class="note">Speedup: the time of the baseline, {html.escape(c.baseline.name)}, divided by the group\'s; above 1 is '
-        "faster. Times are wall time since the run began, evaluation and checkpoints included.</p>",
+        '<p class="note">Times are wall time since the run began, evaluation and checkpoints included.'
+        + when(several, f"Speedup: the time of {baseline}, the baseline, divided by the group's; above 1 is faster.")
+        + "</p>",
         "<h2>What a step costs</h2>",
-        f"<p>Boxes are the middle half of all steps, the black line is the median, whiskers reach from 5 % to 95 %.{hessian}</p>",
-        images(("step-time", "hessian-time", "memory")),
+        "<p>Boxes are the middle half of all steps, the black line is the median, whiskers reach from 5 % to 95 %."
+        + when(
+            has_hessian,
+            "A Hessian step also refreshes the estimate of the Hessian's diagonal; the Hessian event is the part of it that "
+            "computes Hessian-vector products, with the gradient where that comes along.",
+        )
+        + "</p>",
+        images("step-time", "hessian-time", "memory"),
         _table("cost", c, cost),
-        '<p class="note">Step times are medians over a run; the mean step weighs ordinary and Hessian steps as often as they '
-        f"occurred, and the speedup is the baseline's mean step divided by the group's. Peak memory: {memory}.</p>",
+        '<p class="note">Step times are medians over a run.'
+        + when(has_hessian, "The mean step counts ordinary and Hessian steps as often as they occurred.")
+        + when(several, f"Speedup: the mean step of {baseline}, the baseline, divided by the group's.")
+        + " Peak memory: what PyTorch had allocated on a GPU at most; on a CPU the whole process, libraries included.</p>",
         "<h2>What differs in the configurations</h2>",
         _differences(c),
         "<h2>What the runs ran on</h2>",
         _origins(c),
-    ]
+    ]  # fmt: skip
     if sample is not None:
         parts.append(f"<h2>Sampled text</h2><pre>{html.escape(sample)}</pre>")
     path.write_text(
@@ -418,10 +417,9 @@ def compare(
     c = build_comparison(load_runs(sources), baseline, target, separate)
     out.mkdir(parents=True, exist_ok=True)
     rows = figures(c)
-    pictures = [[(figure, out / f"{figure.name}.png") for figure in row] for row in rows]
-    for row in pictures:
-        for figure, path in row:
-            save_figure(figure, c, path)
+    pictures = {figure.name: (figure, out / f"{figure.name}.png") for row in rows for figure in row}
+    for figure, path in pictures.values():
+        save_figure(figure, c, path)
     save_overview(rows, c, out / "overview.png")
     (out / "summary.json").write_text(json.dumps(summary(c), indent=1) + "\n")
     write_page(c, pictures, out / "report.html", sample)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from train.config import flatten
 from train.wandb_log import read_offline
@@ -94,7 +94,7 @@ def _from_directory(path: Path) -> Run:
                 raise fail(f"{path / 'metrics.jsonl'}, line {number}: not a JSON object") from None
             remarks.append("its last line was cut short and is left out")
     config = path / "config.yaml"
-    values = yaml.safe_load(config.read_text()) if config.is_file() else {}
+    values: Any = OmegaConf.to_container(OmegaConf.load(config)) if config.is_file() else {}
     system = path / "system.json"
     if system.is_file():
         values["system"] = json.loads(system.read_text())
@@ -107,7 +107,7 @@ def _from_server(path: str) -> Run:
     if path.count("/") != 2:
         raise fail(f"wandb:{path}: expected wandb:entity/project/run_id")
     try:
-        run = wandb.Api(timeout=30).run(path)
+        run = wandb.Api().run(path)
         rows = list(run.scan_history())
         return _checked(run.name, Path(path), rows, dict(run.config), [])
     except (wandb.errors.Error, ValueError, OSError) as error:

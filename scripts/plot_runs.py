@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def show(value: Value | None, unit: Unit | None = None, decimals: int | None = N
     size = unit.size if unit else 1.0
     mean, deviation = value.mean / size, value.deviation / size if value.deviation else None
     if decimals is not None:
-        return f"{mean:.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
+        return f"{mean:,.{decimals}f}" + ("" if deviation is None else f" ± {deviation:,.{decimals}f}")
     return number(mean) + ("" if deviation is None else f" ± {number(deviation, mean)}")
 
 
@@ -180,11 +181,27 @@ def _name_rows(axis: Axes, c: Comparison, label: str) -> None:
 
 
 def short_names(names: list[str], length: int = 22) -> list[str]:
-    """Names that fit beside a figure: the middle of long ones is left out, and a number added where that makes two alike."""
+    """Names that fit beside a figure. From long ones, the parts between hyphens go that all begin or end with, then the middle.
+
+    Where that makes two alike, they get a number.
+    """
+    parts = [name.split("-") for name in names]
+    shared = min(map(len, parts)) - 1
+    if len(names) > 1 and max(map(len, names)) > length:
+        start = min(shared, _alike(parts))
+        end = min(shared - start, _alike([part[::-1] for part in parts]))
+        names = [
+            "…" * (start > 0) + "-".join(part[start : len(part) - end]) + "…" * (end > 0) for part in parts
+        ]
     short = [n if len(n) <= length else f"{n[: length // 2]}…{n[-(length // 2 - 1) :]}" for n in names]
     return [
         f"{position}: {name}" if short.count(name) > 1 else name for position, name in enumerate(short, 1)
     ]
+
+
+def _alike(parts: list[list[str]]) -> int:
+    """How many of the first parts all have in common."""
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*parts)))
 
 
 @dataclass(frozen=True)
