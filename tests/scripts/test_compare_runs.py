@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from scripts.compare_runs import compare
 from scripts.load_runs import Run, build_comparison, group_runs, load_runs, reach
 from tests.scripts.browser import look_at
+from tests.scripts.wandb_server import wandb_server
 from tests.train.launch import ADAMW, ROOT, SMALL, SOPHIA, environment, rows, series, train
 
 SHORT = (*SMALL, "train.eval_every=2", "train.precision=fp32", "optim.lr=3e-3")
@@ -308,18 +310,37 @@ def test_errors(copies):
     assert "adamw has no step with a training loss: nothing was recorded yet" in error_of([copies / "adamw"])
 
 
-def test_the_program_and_a_server_that_is_not_there(trained, tmp_path):
-    output = program(
-        *all_of(trained), "--out", tmp_path, "--baseline", "sophia-seed1", "--target-loss", "4.5"
-    )
-    assert output.strip().endswith(f"report: {tmp_path}/report.html") and "speedup" in output
-    assert json.loads((tmp_path / "summary.json").read_text())["baseline"] == "sophia"
-    for key, what in (("0" * 40, "127.0.0.1:9"), ("", "No API key configured")):
-        line = program(
-            "wandb:entity/project/run", expect=1,
-            WANDB_BASE_URL="http://127.0.0.1:9", WANDB_HTTP_TIMEOUT="2", WANDB_API_KEY=key, HOME=str(tmp_path),
+def test_the_program_reads_directories_and_a_server(trained, tmp_path):
+    recorded = rows(trained / "sophia-seed2")
+    recorded[4]["train/loss"] = "NaN"  # as the server has it
+    config = OmegaConf.to_container(OmegaConf.load(trained / "sophia-seed2" / "config.yaml"))
+    system = json.loads((trained / "sophia-seed2" / "system.json").read_text())
+    assert isinstance(config, dict)
+    with wandb_server(rows=recorded, config={**config, "system": system[0]}) as server:
+        output = program(
+            trained / "adamw", trained / "sophia-seed1", "wandb:entity/project/run_id",
+            "--out", tmp_path, "--baseline", "sophia-seed1", "--target-loss", "4.7",
+            HOME=str(tmp_path), **server.environment,
         )  # fmt: skip
-        assert (
-            line.splitlines()[-1].startswith("compare_runs: error: wandb:entity/project/run: ")
-            and what in line
+        assert output.strip().endswith(f"report: {tmp_path}/report.html") and "speedup" in output
+        line = program("wandb:entity/project/none", expect=1, HOME=str(tmp_path), **server.environment)
+        assert line.splitlines()[-1].startswith(
+            "compare_runs: error: wandb:entity/project/none: Could not find run"
         )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["target"] == 4.7 and summary["baseline"] == "sophia-seed1 and 1 more"
+    assert summary["groups"][1]["runs"] == ["sophia-seed1", "the run"]
+    best = [min(series(run, "val/loss")) for run in all_of(trained)[1:]]
+    assert summary["groups"][1]["best_loss"]["mean"] == pytest.approx(statistics.fmean(best))
+    assert "the run: 1 step without a finite training loss." in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("key", "what"), [("0" * 40, "127.0.0.1:9"), ("", "No API key configured")])
+def test_a_server_that_is_not_there(key, what, tmp_path):
+    line = program(
+        "wandb:entity/project/run", expect=1, HOME=str(tmp_path),
+        WANDB_BASE_URL="http://127.0.0.1:9", WANDB_HTTP_TIMEOUT="2", WANDB_API_KEY=key,
+    )  # fmt: skip
+    assert (
+        line.splitlines()[-1].startswith("compare_runs: error: wandb:entity/project/run: ") and what in line
+    )

@@ -11,6 +11,7 @@ import wandb_workspaces.workspaces as ws
 from wandb_workspaces.workspaces.internal import WorkspaceViewspec
 
 from scripts.wandb_dashboard import specification, workspace
+from tests.scripts.wandb_server import wandb_server
 from tests.train.launch import ROOT, SOPHIA, environment, rows
 from tests.train.test_trainer import in_process
 
@@ -63,6 +64,16 @@ def test_dry_run_prints_a_specification_that_the_library_reads_back(tmp_path):
     again = specification(ws.Workspace._from_model(view))
     assert panels(again) == panels(spec) and len(panels(spec)) == 18
     assert again["spec"]["section"]["runSets"] == spec["spec"]["section"]["runSets"]
+
+
+def test_saving_sends_the_specification_and_prints_the_address(tmp_path):
+    with wandb_server() as server:
+        result = run(expect=0, HOME=str(tmp_path), **server.environment)
+        assert result.stdout.strip() == f"{server.url}/e/p?nw=saved"
+    (view,) = server.views
+    assert (view["entityName"], view["projectName"], view["type"]) == ("e", "p", "project-view")
+    sent, ours = {"spec": json.loads(view["spec"])}, specification(workspace("e", "p", "FlashBoB"))
+    assert panels(sent) == panels(ours)
 
 
 @pytest.mark.parametrize(("key", "what"), [("", "No API key configured"), ("0" * 40, "127.0.0.1:9")])
