@@ -12,6 +12,7 @@ import argparse
 import base64
 import html
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,13 @@ from scripts.load_runs import (
 from scripts.plot_runs import (
     Figure,
     Unit,
+    and_seeds,
     count_unit,
     figures,
-    name_and_seeds,
+    labels,
     peak_memory,
     save_figure,
     save_overview,
-    short_names,
     show,
     style,
     time_unit,
@@ -157,8 +158,8 @@ def print_tables(c: Comparison) -> None:
         printed.add_column("run", no_wrap=True)
         for column in table:
             printed.add_column(column.title, justify="right")
-        for name, group in zip(short_names([name_and_seeds(group) for group in c.groups]), c.groups):
-            printed.add_row(name, *(_cell(column, group) for column in table))
+        for label, group in zip(labels(c), c.groups):
+            printed.add_row(and_seeds(label, group), *(_cell(column, group) for column in table))
         console.print(printed)
 
 
@@ -184,27 +185,26 @@ def headline(c: Comparison) -> str:
     known = [(value, group) for value, group in times if value is not None]
     target = f"a {c.loss_name} of {c.target:.3f}"
     if not known:
-        return (
-            f"None of the runs reaches {target} in every seed."
-            if len(c.groups) > 1
-            else f"It does not reach {target}."
-        )
+        seeds = " with every seed" if any(len(group.runs) > 1 for group in c.groups) else ""
+        return f"No run reaches {target}{seeds}."
     unit = time_unit(value.mean for value, _ in known)
     value, fastest = min(known, key=lambda pair: pair[0].mean)
     took = f"{show(value, unit)} {unit.name}"
     if len(c.groups) == 1:
         return f"{fastest.name} reaches {target} after {took}."
-    base = next((v for v, g in known if g is c.baseline), None)
-    every = len(known) == len(c.groups)
-    text = f"{fastest.name} is the fastest to {target}{', which every run reaches' if every else ''}: {took}"
+    every = ", which every run reaches" if len(known) == len(c.groups) else ""
+    name = dict(zip((group.name for group in c.groups), labels(c)))
+    text = f"{name[fastest.name]} is the fastest to {target}{every}: {took}"
+    baseline = name[c.baseline.name]
     if fastest is c.baseline:
-        return text + ". It is the baseline."
+        return f"{text}. It is the baseline."
+    base = next((v for v, group in known if group is c.baseline), None)
     if base is None:
-        return text + f". The baseline, {c.baseline.name}, does not reach it."
-    return (
-        text
-        + f", against {show(base, unit)} {unit.name} of {c.baseline.name}, the baseline: {base.mean / value.mean:.2f}× as fast."
-    )
+        return f"{text}. The baseline, {baseline}, does not reach it."
+    text += f", against {show(base, unit)} {unit.name} of {baseline}, the baseline: {base.mean / value.mean:.2f}× as fast."
+    if base.mean - value.mean < math.hypot(base.deviation or 0.0, value.deviation or 0.0):
+        text += " That is within the deviation over seeds."
+    return text
 
 
 def write_page(
@@ -215,7 +215,7 @@ def write_page(
     several = len(c.groups) > 1
     has_seeds = any(len(group.runs) > 1 for group in c.groups)
     has_hessian = any(hessian_events(run) for run in runs)
-    baseline = html.escape(c.baseline.name)
+    baseline = html.escape(labels(c)[c.groups.index(c.baseline)])
 
     def images(*prefixes: str) -> str:
         chosen = [pictures[name] for name in pictures if name.startswith(prefixes)]
@@ -285,7 +285,7 @@ def write_page(
 
 def _image(figure: Figure, picture: Path, c: Comparison) -> str:
     data = base64.b64encode(picture.read_bytes()).decode()
-    text = html.escape(f"{figure.title}: {', '.join(group.name for group in c.groups)}", quote=True)
+    text = html.escape(f"{figure.title}: {', '.join(labels(c))}", quote=True)
     return f'<img id="{figure.name}" alt="{text}" src="data:image/png;base64,{data}">'
 
 
@@ -296,10 +296,10 @@ def _key(c: Comparison, group: Group) -> str:
 def _table(name: str, c: Comparison, table: list[Column]) -> str:
     head = "<th>run</th>" + "".join(f"<th>{html.escape(column.title)}</th>" for column in table)
     body = "".join(
-        f"<tr><td>{_key(c, group)}{html.escape(name_and_seeds(group))}</td>"
+        f"<tr><td>{_key(c, group)}{html.escape(and_seeds(label, group))}</td>"
         + "".join(f"<td>{html.escape(_cell(column, group))}</td>" for column in table)
         + "</tr>"
-        for group in c.groups
+        for label, group in zip(labels(c), c.groups)
     )
     return f'<div class="scroll"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -311,7 +311,8 @@ def _cell(column: Column, group: Group) -> str:
 
 def _warnings(c: Comparison) -> str:
     lines = [f"{run.name}: {'; '.join(run.remarks)}." for g in c.groups for run in g.runs if run.remarks]
-    hardware = {json.dumps(_hardware(run)) for group in c.groups for run in group.runs if run.system}
+    systems = [entry for group in c.groups for run in group.runs for entry in run.system]
+    hardware = {_hardware_line(entry.get("hardware")) for entry in systems}
     if len(hardware) > 1:
         lines.append("The runs did not all use the same hardware: their times compare the hardware, too.")
     if any(not _has_loss(c, group) for group in c.groups):
@@ -337,57 +338,52 @@ def _differences(c: Comparison) -> str:
             + ("there is one." if len(configs) == 1 else "seeds, code or machines differ.")
             + "</p>"
         )
-    return _text_table("differences", ["key", *(group.name for group in c.groups)], rows)
+    return _text_table("differences", ["key", *labels(c)], rows)
 
 
 def _plain(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _hardware(run: Run) -> list[str]:
-    return sorted({_hardware_line(entry.get("hardware", {})) for entry in run.system})
-
-
-def _hardware_line(hardware: dict[str, Any]) -> str:
-    if not hardware:
-        return "not recorded"
-    processes, hosts = hardware.get("processes", 1), hardware.get("hosts", 1)
-    cpu = f"{hardware.get('cpu')}, {hardware.get('cpu_count')} cores"
-    gpus = hardware.get("gpus") or []
-    per_host = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
-    many = f"{hosts} hosts, each " if hosts > 1 else ""
-    return f"{many}{per_host + '; ' if gpus else ''}{cpu}; {processes} {'process' if processes == 1 else 'processes'}"
-
-
 def _origins(c: Comparison) -> str:
+    """A row for each run, with an arrow between what held before and after it went on elsewhere."""
+    head = ["run", "shown as", "seed", "hardware", "versions", "commit", "started"]
     rows = []
-    for group in c.groups:
+    for label, group in zip(labels(c), c.groups):
         for run in group.runs:
             entries = run.system or [{}]
-            commits = dict.fromkeys(
-                f"{entry['commit'][:10]}{' and changes' if entry.get('uncommitted') else ''}"
-                for entry in entries
-                if entry.get("commit")
-            )
-            versions = dict.fromkeys(
-                ", ".join(
-                    f"{name} {value}"
-                    for name, value in entry.get("versions", {}).items()
-                    if value and name != "wandb"
-                )
-                for entry in entries
-            )
+            found = [
+                [_hardware_line(entry.get("hardware")) for entry in entries],
+                [_versions_line(entry.get("versions")) for entry in entries],
+                [_commit(entry) for entry in entries],
+            ]
+            started = entries[0].get("started", "–").replace("T", " ").replace("+00:00", " UTC")
+            seed = _plain(run.config.get("seed", "–"))
             rows.append(
-                [
-                    run.name,
-                    _plain(run.config.get("seed", "–")),
-                    " → ".join(_hardware(run)) or "not recorded",
-                    " → ".join(filter(None, versions)) or "not recorded",
-                    " → ".join(commits) or "not recorded",
-                    entries[0].get("started", "–").replace("T", " ").replace("+00:00", " UTC"),
-                ]
+                [run.name, label, seed, *(" → ".join(dict.fromkeys(part)) for part in found), started]
             )
-    return _text_table("origins", ["run", "seed", "hardware", "versions", "commit", "started"], rows)
+    return _text_table("origins", head, rows)
+
+
+def _hardware_line(hardware: dict[str, Any] | None) -> str:
+    if not hardware:
+        return "not recorded"
+    processes, hosts, gpus = hardware["processes"], hardware["hosts"], hardware["gpus"]
+    parts = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    parts.append(f"{hardware['cpu']}, {hardware['cpu_count']} cores")
+    many = f"{hosts} hosts, each with " if hosts > 1 else ""
+    return f"{many}{'; '.join(parts)}; {processes} {'process' if processes == 1 else 'processes'}"
+
+
+def _versions_line(versions: dict[str, str | None] | None) -> str:
+    known = [f"{name} {value}" for name, value in (versions or {}).items() if value and name != "wandb"]
+    return ", ".join(known) or "not recorded"
+
+
+def _commit(entry: dict[str, Any]) -> str:
+    if not entry.get("commit"):
+        return "not recorded"
+    return entry["commit"][:10] + (" and changes" if entry["uncommitted"] else "")
 
 
 def _text_table(name: str, head: list[str], rows: list[list[str]]) -> str:

@@ -1,6 +1,7 @@
 """The figures of a comparison, drawn with matplotlib: one by one, and all in one picture."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -174,18 +175,23 @@ def plot_times(axis: Axes, c: Comparison, measure: Callable[[Run], list[float]],
 
 
 def _name_rows(axis: Axes, c: Comparison, label: str) -> None:
-    axis.set_yticks(range(len(c.groups)), short_names([group.name for group in c.groups]))
+    axis.set_yticks(range(len(c.groups)), labels(c))
     axis.set_ylim(len(c.groups) - 0.4, -0.6)  # the first on top
     axis.set_xlabel(label)
     axis.grid(axis="x", alpha=0.25)
 
 
+def labels(c: Comparison) -> list[str]:
+    """What the groups are called in figures and tables, in order: their names, shortened where they are long."""
+    return short_names([group.name for group in c.groups])
+
+
 def short_names(names: list[str], length: int = 22) -> list[str]:
-    """Names that fit beside a figure. From long ones, the parts between hyphens go that all begin or end with, then the middle.
+    """From long names the parts go that all of them begin or end with, parts being between hyphens; then the middle.
 
     Where that makes two alike, they get a number.
     """
-    parts = [name.split("-") for name in names]
+    parts = [re.split(r"(?<!\de)-", name) for name in names]  # the hyphen of 1e-4 is none
     shared = min(map(len, parts)) - 1
     if len(names) > 1 and max(map(len, names)) > length:
         start = min(shared, _alike(parts))
@@ -275,8 +281,8 @@ def peak_memory(run: Run) -> float | None:
 
 def legend_handles(c: Comparison) -> list[Line2D]:
     handles = [
-        Line2D([], [], **style(c, group), markersize=4, linewidth=1.7, label=label)
-        for group, label in zip(c.groups, short_names([name_and_seeds(g) for g in c.groups], 34))
+        Line2D([], [], **style(c, group), markersize=4, linewidth=1.7, label=and_seeds(label, group))
+        for group, label in zip(c.groups, labels(c))
     ]
     if c.loss == "val/loss":
         handles.append(
@@ -288,8 +294,8 @@ def legend_handles(c: Comparison) -> list[Line2D]:
     return handles
 
 
-def name_and_seeds(group: Group) -> str:
-    return group.name if len(group.runs) == 1 else f"{group.name}, {len(group.runs)} seeds"
+def and_seeds(label: str, group: Group) -> str:
+    return label if len(group.runs) == 1 else f"{label}, {len(group.runs)} seeds"
 
 
 def save_figure(figure: Figure, c: Comparison, path: Path) -> None:
