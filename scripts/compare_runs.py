@@ -201,7 +201,8 @@ def headline(c: Comparison) -> str:
     base = next((v for v, group in known if group is c.baseline), None)
     if base is None:
         return f"{text}. The baseline, {baseline}, does not reach it."
-    text += f", against {show(base, unit)} {unit.name} of {baseline}, the baseline: {base.mean / value.mean:.2f}× as fast."
+    text += f", against {show(base, unit)} {unit.name} of {baseline}, the baseline"
+    text += f": {base.mean / value.mean:.2f}× as fast." if value.mean else "."
     if base.mean - value.mean < math.hypot(base.deviation or 0.0, value.deviation or 0.0):
         text += " That is within the deviation over seeds."
     return text

@@ -103,14 +103,15 @@ def _from_directory(path: Path) -> Run:
 
 def _from_server(path: str) -> Run:
     import wandb
+    from wandb.errors import Error
 
     if path.count("/") != 2:
         raise fail(f"wandb:{path}: expected wandb:entity/project/run_id")
     try:
         run = wandb.Api().run(path)
         rows = list(run.scan_history())
-        return _checked(run.name, Path(path), rows, dict(run.config), [])
-    except (wandb.errors.Error, ValueError, OSError) as error:
+        return _checked(run.name or path, Path(path), rows, dict(run.config), [])
+    except (Error, ValueError, OSError) as error:
         raise fail(f"wandb:{path}: {' '.join(str(error).split())}") from None
 
 

@@ -106,8 +106,9 @@ def plot_loss(
             bottoms += [v.mean for v in values]
         x, values = group.curve(key, c.loss)
         x, mean = [v / scale.size for v in x], [v.mean for v in values]
-        few = len(x) <= 60
-        axis.plot(x, mean, **look | {"marker": look["marker"] if few else ""}, markersize=3.5, linewidth=1.7)
+        if len(x) > 60:
+            look["marker"] = ""
+        axis.plot(x, mean, **look, markersize=3.5, linewidth=1.7)
         if any(v.deviation is not None for v in values):
             deviation = [v.deviation or 0.0 for v in values]
             low, high = ([m + s * d for m, d in zip(mean, deviation)] for s in (-1, 1))

@@ -279,6 +279,28 @@ def test_twelve_runs_of_different_lengths_with_long_names(copies):
     assert "ends at step 7 of 12" in seen["text"] and "Some runs have no validation loss" in seen["text"]
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"step": 1, "train/loss": 5.0}'],
+        [
+            '{"step": 1, "train/loss": 5.0, "time/elapsed_s": 0.0, "tokens": 0}',
+            '{"step": 2, "train/loss": 0.0}',
+        ],
+        [
+            '{"step": 1, "train/loss": 5.0, "time/elapsed_s": 9e4, "val/loss": 1e9, "time/step_s": 9e4, "tokens": 3e9}'
+        ],
+    ],
+    ids=["one step", "zeros", "large"],
+)
+def test_odd_records(lines, trained, tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "odd" in compare([tmp_path / "odd"], tmp_path / "one").read_text()
+    page = compare([trained / "adamw", tmp_path / "odd"], tmp_path / "two").read_text()
+    assert "odd" in page and "What differs" in page
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
