@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.compare_runs import Run, compare
+from scripts.compare_runs import compare
+from scripts.load_runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("adamw", "sophia-math", "sophia-flashbob")
@@ -40,7 +41,7 @@ def main(overrides: list[str]) -> None:
     page = compare(directories, out / "report", sample)
     math, flashbob = (Run.load(directory).series("step", "val/loss")[1][-1] for directory in directories[1:])
     print(f"validation loss, sophia-flashbob minus sophia-math: {flashbob - math:+.4f}")
-    print(f"report: {page.relative_to(ROOT)} (picture: {(page.parent / 'losses.png').relative_to(ROOT)})")
+    print(f"report: {page.relative_to(ROOT)} (picture: {(page.parent / 'overview.png').relative_to(ROOT)})")
     print(f"demo: {time.monotonic() - start:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""What a run records: metrics.jsonl always, Weights & Biases if asked, and a line of progress for people.
+"""What a run records: metrics.jsonl and system.json always, Weights & Biases if asked, and a line of progress for people.
 
 Names are grouped by a prefix: train/, val/, hessian/, time/ (seconds), memory/ (GiB), throughput/.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from train import system
 from train.config import Config, WandbConfig
 from train.wandb_log import WandbLog
 
@@ -38,7 +39,10 @@ class Metrics:
         self._path = directory / "metrics.jsonl"
         rows = self._drop_rows_from(first_step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._wandb = WandbLog(config, directory, rows) if isinstance(config.logger, WandbConfig) else None
+        self._wandb = None
+        ran_on = system.record(config, directory, first_step)
+        if isinstance(config.logger, WandbConfig):
+            self._wandb = WandbLog(config, directory, rows, ran_on)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step. JSON has no NaN: values that are not finite are left out, and named under `nonfinite`."""

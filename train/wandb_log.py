@@ -7,7 +7,7 @@ So what counts when a run goes on is what is there: on the server, or in the run
 import json
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,14 @@ from train.config import Config, WandbConfig, public_dict
 
 
 class WandbLog:
-    """The run's log at Weights & Biases. `rows` are those of its earlier processes that still count."""
+    """The run's log at Weights & Biases. `rows` are those of its earlier processes that still count.
 
-    def __init__(self, config: Config, directory: Path, rows: list[dict[str, Any]]) -> None:
+    wandb's configuration is the run's, and under `system` what it runs on. The group is the arm, unless one is given.
+    """
+
+    def __init__(
+        self, config: Config, directory: Path, rows: list[dict[str, Any]], system: dict[str, Any]
+    ) -> None:
         import wandb
 
         assert isinstance(config.logger, WandbConfig)
@@ -27,17 +32,18 @@ class WandbLog:
             id_file.write_text(secrets.token_hex(4) + "\n")
         run_id = id_file.read_text().strip()
         there = last_offline_step(directory, run_id)
+        public = public_dict(config)
         self._run = wandb.init(
             project=config.logger.project,
             entity=config.logger.entity,
             group=config.logger.group or config.arm,
-            tags=config.logger.tags,
+            tags=list(dict.fromkeys([*public["logger"]["tags"], config.arm, config.model.name])),
             name=config.run.name,
             id=run_id,
             resume="allow",
             mode=config.logger.mode,
             dir=str(directory),
-            config=public_dict(config),
+            config={**public, "system": system},
             settings=wandb.Settings(console="off", save_code=False, disable_git=False),
         )
         # Any of the three can be put on the horizontal axis; the default is the step.
@@ -62,16 +68,28 @@ class WandbLog:
 
 def last_offline_step(directory: Path, run_id: str) -> int:
     """The last step in the offline files of a run, 0 if there is none."""
+    _, rows = read_offline(directory.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
+    return max((int(row["step"]) for row in rows if "step" in row), default=0)
+
+
+def read_offline(paths: Iterable[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is in `.wandb` files, in the order given: name, id, group, tags and config of the run, and its rows of metrics."""
     from wandb.proto import wandb_internal_pb2
 
-    last = 0
-    for path in directory.glob(f"wandb/offline-run-*-{run_id}/*.wandb"):
+    run: dict[str, Any] = {"config": {}}
+    rows = []
+    for path in paths:
         for data in records(path):
             record = wandb_internal_pb2.Record.FromString(data)  # pyright: ignore[reportAttributeAccessIssue]
-            for item in record.history.item:
-                if (item.key or "/".join(item.nested_key)) == "step":
-                    last = max(last, int(json.loads(item.value_json)))
-    return last
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            elif record.HasField("run"):
+                config = {i.key: json.loads(i.value_json) for i in record.run.config.update}
+                run["config"] |= config
+                run |= {"name": record.run.display_name, "id": record.run.run_id}
+                run |= {"group": record.run.run_group, "tags": list(record.run.tags)}
+    return run, rows
 
 
 def records(path: Path) -> Iterator[bytes]:
