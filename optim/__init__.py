@@ -9,10 +9,12 @@ from .adamw import build_adamw, parameter_groups
 from .hutchinson import HutchinsonEstimator, probe
 from .hvp import HessianVectorProduct, hessian_vector_product
 from .sophia import SophiaH
+from .zero import ShardedParameters
 
 __all__ = [
     "HessianVectorProduct",
     "HutchinsonEstimator",
+    "ShardedParameters",
     "SophiaH",
     "build_adamw",
     "hessian_vector_product",

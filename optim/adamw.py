@@ -25,18 +25,16 @@ def parameter_groups(
 
 
 def build_adamw(
-    named_parameters: Iterable[tuple[str, Tensor]],
+    groups: list[dict[str, Any]],
     lr: float,
     betas: tuple[float, float],
     eps: float,
-    weight_decay: float,
     fused: bool | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over `parameter_groups`.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over groups such as `parameter_groups` gives.
 
     `fused` picks PyTorch's one-kernel step; None takes it when every parameter is on a CUDA device.
     """
-    groups = parameter_groups(named_parameters, weight_decay)
     if fused is None:
         fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)

@@ -6,6 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})\.pt")
@@ -94,6 +102,50 @@ def locate(path: str | Path) -> Path:
     raise CheckpointError(
         f"{path}: no checkpoint there; expected a checkpoint, or a run directory that has one"
     )
+
+
+# --- models that `fully_shard` has split over ranks: a checkpoint holds what one process would have -------------------
+
+
+def gather_fully_sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The whole states of both, on the CPU of rank 0 and empty on the others. A collective, tensor by tensor."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    by_name = get_optimizer_state_dict(model, optimizer, options=options)
+    if not weights:
+        return {}, {}
+    first_name: dict[torch.Tensor, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):  # a tied tensor is stored once
+        weights[name] = weights[first_name.setdefault(p, name)]
+    # PyTorch names parameters here and numbers them in an optimizer's own state_dict, in the order of the groups.
+    number = {
+        name: i for i, name in enumerate(n for group in by_name["param_groups"] for n in group["params"])
+    }
+    groups = [
+        {**group, "params": [number[name] for name in group["params"]]} for group in by_name["param_groups"]
+    ]
+    state = {number[name]: values for name, values in by_name["state"].items()}
+    return weights, {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def restore_fully_sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Any], states: dict[str, Any]
+) -> None:
+    """Load whole states, which every rank has: each takes its share."""
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, weights, options=options)
+    name_of = {p: name for name, p in model.named_parameters()}
+    names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
+    by_name = {
+        "state": {names[number]: values for number, values in states["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in states["param_groups"]
+        ],
+    }
+    set_optimizer_state_dict(model, optimizer, by_name, options=options)
 
 
 def differing_keys(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:

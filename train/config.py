@@ -103,6 +103,11 @@ class TrainConfig:
     cuda_graph: (
         bool  # that traced graph replayed as one CUDA graph, with the memory of a Hessian step kept for it
     )
+    shard: Literal[
+        "none", "zero1", "fsdp2"
+    ]  # what the ranks share out: nothing, the optimizer's states (ZeRO-1),
+    # or these, gradients and parameters (PyTorch's fully_shard; AdamW alone). Changes no result; of one rank, nothing
+    check_ranks_every: int  # steps between comparisons of what every rank should hold alike; 0: never
     eval_every: int  # steps; the last step is always evaluated
     eval_batches: int  # batches in the fixed validation set
     eval_batch_size: int | None  # sequences in each of them; null: train.micro_batch_size
@@ -161,6 +166,8 @@ MAY_CHANGE_ON_RESUME = (
     "arm",  # names only: what they set is compared key by key
     "preset",
     "train.resume",
+    "train.shard",
+    "train.check_ranks_every",
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
@@ -301,6 +308,7 @@ def validate(config: Config, world_size: int) -> None:
     _require(
         train.checkpoint_every >= 0, train, "checkpoint_every", "0 (the last step only) or a positive integer"
     )
+    _require(train.check_ranks_every >= 0, train, "check_ranks_every", "0 (never) or a positive integer")
     _require(0 <= config.seed < 2**63, config, "seed", "an integer in [0, 2^63)")
 
     _require(0 <= model.dropout < 1, model, "dropout", "a number in [0, 1)")
@@ -341,7 +349,18 @@ def validate(config: Config, world_size: int) -> None:
     if train.cuda_graph and not train.compile:
         raise ConfigError("train.cuda_graph=true needs train.compile=true; give both, or neither")
 
+    if train.shard == "fsdp2" and train.check_ranks_every:
+        raise ConfigError(
+            f"train.check_ranks_every={train.check_ranks_every} compares what every rank holds alike, and with "
+            "train.shard=fsdp2 nothing is; give 0, or train.shard=none or zero1"
+        )
+
     if isinstance(optim, SophiaConfig):
+        if train.shard == "fsdp2":
+            raise ConfigError(
+                "optim.name=sophia differentiates gradients, and the gradients of train.shard=fsdp2 have no graph; "
+                "use train.shard=zero1, which shares out the optimizer's states"
+            )
         _require(math.isfinite(optim.gamma) and optim.gamma > 0, optim, "gamma", "a positive number")
         if optim.hessian_batch_size is not None and optim.hessian_batch_size > train.global_batch_size:
             raise ConfigError(

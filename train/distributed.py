@@ -3,14 +3,17 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
 
 # torch is imported where it is used: `environment` and the signals are needed before the configuration is known to be
 # good, and importing torch takes seconds.
@@ -187,3 +190,72 @@ def mean_over_ranks(world: World, tensors: "Sequence[Tensor]") -> None:
         if work is not None:
             work.wait()
     torch._foreach_div_(list(tensors), world.size)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# --- models over ranks ------------------------------------------------------------------------------------------------
+
+
+def data_parallel(model: "nn.Module") -> "DistributedDataParallel":
+    """`model`, which now averages gradients over ranks while a backward pass is still running.
+
+    `.grad` are views of the buckets that travel: there is no second copy of the gradients as long as they are zeroed, not
+    set to None.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def fully_shard(
+    world: World, device: "torch.device", model: "nn.Module", blocks: "Iterable[nn.Module]"
+) -> None:
+    """FSDP2: each rank holds its share of parameters, gradients and optimizer states; `blocks` are gathered one by one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # The logits are a view, and nothing here writes to them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = init_device_mesh(device.type, (world.size,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+# --- the same state on every rank -------------------------------------------------------------------------------------
+
+
+def first_difference(world: World, named_tensors: "Iterable[tuple[str, Tensor]]") -> str:
+    """Which rank holds other bits than the others, and in which tensor first; "" if all agree. The same on every rank.
+
+    A tensor that most ranks agree on is taken to be right there; between two ranks, rank 0's. Only a checksum of each
+    tensor travels. Ranks must give tensors of the same names in the same order.
+    """
+    import torch
+
+    names, sums = [], []
+    for name, tensor in named_tensors:
+        names.append(name)
+        sums.append(_checksum(tensor))
+    of_rank = gather(world, torch.stack([x.to(sums[0].device) for x in sums]).tolist())
+    for index, name in enumerate(names):
+        values = [checksums[index] for checksums in of_rank]
+        usual, _ = Counter(values).most_common(1)[0]  # the first of equals: rank 0's
+        if odd := [rank for rank, value in enumerate(values) if value != usual]:
+            ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
+            return f"{name} of {ranks} is not that of rank {values.index(usual)}"
+    return ""
+
+
+def _checksum(tensor: "Tensor") -> "Tensor":
+    """Σ wᵢ · wordᵢ mod 2⁶⁴ of the tensor's bits, on its device: int64, 0-dim. The wᵢ are odd: no word changes unseen."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.int16)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    chunk = 1 << 22  # words whose 64-bit copies exist at a time
+    for start in range(0, len(words), chunk):
+        part = words[start : start + chunk].long()
+        index = torch.arange(start, start + len(part), device=tensor.device)
+        total += (part * ((index * 0x1E3779B97F4A7C15) | 1)).sum()  # wraps around, like all integers here
+    return total

@@ -16,11 +16,20 @@ from typing import IO, Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import flashbob
 from data import DataError, StreamedText, open_data
-from optim import HessianVectorProduct, HutchinsonEstimator, SophiaH, build_adamw, parameter_groups
+from optim import (
+    HessianVectorProduct,
+    HutchinsonEstimator,
+    ShardedParameters,
+    SophiaH,
+    build_adamw,
+    parameter_groups,
+)
 from train import checkpoint, distributed, metrics
 from train.config import Config, ConfigError, SophiaConfig, flatten, may_change_on_resume, public_dict
 from train.model import GPT, GPTConfig, attention_function
@@ -70,20 +79,26 @@ class Trainer:
             self.model = GPT(model_config, attention_function(config.attention.backend)).to(dtype)
         torch.manual_seed(config.seed + 1 + self.world.rank)  # dropout differs between ranks
 
-        # What an ordinary step runs, and what a Hessian step does: a compiled module cannot be differentiated twice.
-        self.ordinary_model = torch.compile(self.model) if config.train.compile else self.model
+        self.fully_sharded = config.train.shard == "fsdp2" and self.world.size > 1
+        if self.fully_sharded:
+            distributed.fully_shard(self.world, self.device, self.model, self.model.h)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.sharded: ShardedParameters | None = None  # with train.shard=zero1
         self.optimizer = self._build_optimizer()
+        # What ordinary steps run; Hessian steps run `model`: a compiled module cannot be differentiated twice.
+        self.data_parallel = self._data_parallel()
+        self.ordinary_model = self.data_parallel or self.model
+        if config.train.compile:
+            self.ordinary_model = torch.compile(self.ordinary_model)
         self.estimator = self.second_order = None
         if isinstance(self.optimizer, SophiaH):
             assert isinstance(config.optim, SophiaConfig)
-            self.estimator = HutchinsonEstimator(
-                self.optimizer.hessian_parameters, seed=config.seed, distribution=config.optim.probe
-            )
+            params = self.sharded.params if self.sharded else self.optimizer.hessian_parameters
+            self.estimator = HutchinsonEstimator(params, seed=config.seed, distribution=config.optim.probe)
             self.second_order = HessianVectorProduct(
                 self.model,
                 lambda model, tokens, targets: model(tokens, targets)[1],
-                params=self.optimizer.hessian_parameters,
+                params=params,
                 compile=config.train.compile,
                 cuda_graph=config.train.cuda_graph,
             )
@@ -156,6 +171,8 @@ class Trainer:
                 row["val/loss"] = self.evaluate()
             if profiler is not None:
                 profiler.step()
+            if train.check_ranks_every and self.step % train.check_ranks_every == 0:
+                self._check_ranks()
             elapsed = time.perf_counter() - start
             row["time/elapsed_s"] = self.elapsed_before + elapsed
             row["time/eta_s"] = elapsed / (self.step - first_step) * (train.max_steps - self.step)
@@ -215,7 +232,8 @@ class Trainer:
         loss, estimate = self._accumulate(batches, row, is_hessian_step)
         distributed.sum_over_ranks(self.world, loss)
         loss_value = loss.item() / (self.rounds * self.world.size)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.params, config.optim.grad_clip or math.inf).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.params, config.optim.grad_clip or math.inf)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
         # Every rank has the same sums, so all of them come to the same decisions.
         fault = None
@@ -238,18 +256,22 @@ class Trainer:
             self.skipped_in_a_row = 0
             row |= {"train/loss": loss_value, "train/grad_norm": grad_norm}
             if isinstance(optimizer, SophiaH) and estimate is not None:
-                optimizer.update_hessian(estimate, check_finite=False)
+                mine = self.sharded.pieces_of(estimate) if self.sharded else estimate
+                optimizer.update_hessian(mine, check_finite=False)
             with record_function("optimizer"):
                 optimizer.step()
             if isinstance(optimizer, SophiaH):
-                statistics = {name: value.item() for name, value in optimizer.statistics().items()}
+                measured = self.sharded.statistics(optimizer) if self.sharded else optimizer.statistics()
+                statistics = {name: value.item() for name, value in measured.items()}
                 row |= {
                     "hessian/clip_fraction": statistics["clip_fraction"],
                     "hessian/norm": statistics["hessian_norm"],
                     "hessian/negative_fraction": statistics["negative_hessian_fraction"],
                     "train/momentum_norm": statistics["momentum_norm"],
                 }
-        optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(
+            set_to_none=self.data_parallel is None
+        )  # DDP's gradients stay views of its buckets
 
         self._synchronize()
         row["time/step_s"] = time.perf_counter() - start
@@ -264,6 +286,11 @@ class Trainer:
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Leave the global batch's mean gradient in `.grad`; returns this rank's sum of losses and, on a Hessian step,
         the estimate of the Hessian's diagonal. The first rounds give the estimate; how is `optim.hessian_gradient`.
+
+        Between ranks the gradients travel once a step. What `.grad` holds before the last backward pass, of ordinary rounds
+        and of Hessian rounds that share their gradients, is this rank's own sum. In that pass DDP averages the whole of each
+        `.grad` as soon as the pass has added its part, so the result is the mean over all rounds and ranks, whatever made
+        them, up to the order of sums. A step of Hessian rounds alone has no such pass: it averages at its end.
         """
         optim = self.config.optim
         hessian_rounds = self.hessian_rounds if is_hessian_step else 0
@@ -289,14 +316,18 @@ class Trainer:
             self._synchronize()
             row["hessian/event_s"] = time.perf_counter() - start
 
-        for round in range(hessian_rounds if shared else 0, self.rounds):
-            with record_function("forward"), self._autocast():
-                _, loss = self.ordinary_model(*self._to_device(batches[round]))
-            with record_function("backward"):
-                (loss / self.rounds).backward()
+        ordinary_rounds = range(hessian_rounds if shared else 0, self.rounds)
+        for round in ordinary_rounds:
+            is_last = round == ordinary_rounds[-1]
+            with self.data_parallel.no_sync() if self.data_parallel and not is_last else nullcontext():
+                with record_function("forward"), self._autocast():
+                    _, loss = self.ordinary_model(*self._to_device(batches[round]))
+                with record_function("backward"):
+                    (loss / self.rounds).backward()
             loss_sum += loss.detach()
-        with record_function("all_reduce"):
-            distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
+        if not ordinary_rounds:
+            with record_function("all_reduce"):
+                distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
         return loss_sum, estimate
 
     def _take_batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -325,8 +356,8 @@ class Trainer:
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _add_gradients(self, gradients: list[Tensor]) -> None:
-        assert isinstance(self.optimizer, SophiaH)
-        for p, gradient in zip(self.optimizer.hessian_parameters, gradients):
+        assert self.second_order is not None
+        for p, gradient in zip(self.second_order.params, gradients):
             # A copy: the next round may overwrite its source.
             p.grad = (
                 gradient / self.rounds if p.grad is None else p.grad.add_(gradient, alpha=1.0 / self.rounds)
@@ -366,24 +397,62 @@ class Trainer:
                 with self._autocast():
                     _, loss = self.model(tokens.to(self.device), targets.to(self.device))
                 total += torch.stack([loss.double() * len(tokens), total.new_tensor(len(tokens))])
+        if self.fully_sharded and 0 < (index + 1) % self.world.size <= self.world.rank:
+            # A rank that has no batch in the last round: its share of the parameters is needed all the same.
+            with self._autocast():
+                self.model(tokens.to(self.device), targets.to(self.device))
         distributed.sum_over_ranks(self.world, total)
         return (total[0] / total[1]).item()
 
     # --- what a run consists of ----------------------------------------------------------------------------------
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        optim, named_parameters = self.config.optim, self.model.named_parameters()
-        if not isinstance(optim, SophiaConfig):
-            return build_adamw(named_parameters, optim.lr, optim.betas, optim.eps, optim.weight_decay)
-        return SophiaH(
-            parameter_groups(named_parameters, optim.weight_decay),
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            gamma=optim.gamma,
-            weight_decay=optim.weight_decay,
-            hessian_interval=optim.hessian_interval,
-        )
+        optim = self.config.optim
+        groups = parameter_groups(self.model.named_parameters(), optim.weight_decay)
+        if self.config.train.shard == "zero1" and self.world.size > 1:
+            self.sharded = ShardedParameters(groups)
+            groups = self.sharded.groups
+        if isinstance(optim, SophiaConfig):
+            optimizer = SophiaH(
+                groups,
+                lr=optim.lr,
+                betas=optim.betas,
+                eps=optim.eps,
+                gamma=optim.gamma,
+                weight_decay=optim.weight_decay,
+                hessian_interval=optim.hessian_interval,
+            )
+        else:
+            optimizer = build_adamw(groups, optim.lr, optim.betas, optim.eps)
+        if self.sharded:
+            self.sharded.attach(optimizer)
+        return optimizer
+
+    def _data_parallel(self) -> DistributedDataParallel | None:
+        """The model as ordinary steps of several ranks run it; None for one rank, and where FSDP2 does this itself."""
+        if self.world.size == 1 or self.fully_sharded:
+            return None
+        return distributed.data_parallel(self.model)
+
+    def _check_ranks(self) -> None:
+        """Raise TrainingStopped unless parameters and optimizer states are the same bits on every rank.
+
+        With train.shard=zero1 the states are each rank's own, and parameters alone are compared.
+        """
+        tensors = list(self.model.named_parameters())
+        if self.sharded is None:
+            name_of = {p: name for name, p in tensors}
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    state = self.optimizer.state[p]
+                    tensors += [
+                        (f"the optimizer's {key} of {name_of[p]}", state[key]) for key in sorted(state)
+                    ]
+        if difference := distributed.first_difference(self.world, tensors):
+            raise TrainingStopped(
+                f"step {self.step}: the ranks have come apart: {difference}. No checkpoint of this step was written; the "
+                "same command continues from the last one"
+            )
 
     def _autocast(self) -> AbstractContextManager:
         if self.config.train.precision == "bf16":
@@ -450,6 +519,13 @@ class Trainer:
         random_states = distributed.gather(self.world, _random_states(self.device))
         stream = self.data.state_dict() if isinstance(self.data, StreamedText) else None
         streams = distributed.gather(self.world, stream)
+        # Whole tensors, as one process has them: any number of ranks, sharded or not, can go on from them.
+        if self.fully_sharded:
+            model_state, optimizer_state = checkpoint.gather_fully_sharded(self.model, self.optimizer)
+        else:
+            model_state = self.model.state_dict()
+            sharded, optimizer = self.sharded, self.optimizer
+            optimizer_state = sharded.state_dict(optimizer) if sharded else optimizer.state_dict()
 
         def write() -> None:
             checkpoint.save(
@@ -458,8 +534,8 @@ class Trainer:
                 {
                     "config": public_dict(self.config),
                     "vocab_size": self.data.vocab_size,
-                    "model": self.model.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
+                    "model": model_state,
+                    "optimizer": optimizer_state,
                     "next_sequence": self.step * self.config.train.global_batch_size,
                     "elapsed_s": elapsed,
                     "skipped_in_a_row": self.skipped_in_a_row,
@@ -497,8 +573,16 @@ class Trainer:
                 f"the checkpoint after step {contents['step']} has another configuration: {'; '.join(differing)}. "
                 "Change it back, or choose another run.name"
             )
-        self.model.load_state_dict(contents["model"])
-        self.optimizer.load_state_dict(contents["optimizer"])
+        if self.fully_sharded:
+            checkpoint.restore_fully_sharded(
+                self.model, self.optimizer, contents["model"], contents["optimizer"]
+            )
+        else:
+            self.model.load_state_dict(contents["model"])
+            if self.sharded:
+                self.sharded.load_state_dict(self.optimizer, contents["optimizer"])
+            else:
+                self.optimizer.load_state_dict(contents["optimizer"])
         self.step = contents["step"]
         self.elapsed_before = contents["elapsed_s"]
         self.skipped_in_a_row = contents["skipped_in_a_row"]

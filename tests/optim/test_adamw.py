@@ -29,7 +29,7 @@ def test_adamw_first_step_against_its_formula(model, fused):
     """At step 1 the bias-corrected moments are g and g², so θ ← θ (1 − η λ) − η g / (|g| + ε)."""
     model.double()
     lr, eps = 0.01, 1e-8
-    optimizer = build_adamw(model.named_parameters(), lr, (0.9, 0.95), eps, 0.1, fused)
+    optimizer = build_adamw(parameter_groups(model.named_parameters(), 0.1), lr, (0.9, 0.95), eps, fused)
     model(torch.arange(7)).square().sum().backward()
     expected = {}
     for p in model.parameters():
