@@ -8,10 +8,13 @@ import json
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.config import Config, WandbConfig, public_dict
+from train.config import Config, ConfigError, WandbConfig, public_dict
+
+SECONDS_FOR_THE_SERVER = 30  # to answer when a run starts
 
 
 class WandbLog:
@@ -24,6 +27,7 @@ class WandbLog:
         self, config: Config, directory: Path, rows: list[dict[str, Any]], system: dict[str, Any]
     ) -> None:
         import wandb
+        from wandb.errors import CommError, UsageError
 
         assert isinstance(config.logger, WandbConfig)
         # The run's id lies in its directory, so that whoever resumes it continues the same run.
@@ -33,7 +37,8 @@ class WandbLog:
         run_id = id_file.read_text().strip()
         there = last_offline_step(directory, run_id)
         public = public_dict(config)
-        self._run = wandb.init(
+        start = partial(
+            wandb.init,
             project=config.logger.project,
             entity=config.logger.entity,
             group=config.logger.group or config.arm,
@@ -41,11 +46,28 @@ class WandbLog:
             name=config.run.name,
             id=run_id,
             resume="allow",
-            mode=config.logger.mode,
             dir=str(directory),
             config={**public, "system": system},
-            settings=wandb.Settings(console="off", save_code=False, disable_git=False),
+            settings=wandb.Settings(
+                console="off", save_code=False, disable_git=False, init_timeout=SECONDS_FOR_THE_SERVER
+            ),
         )
+        try:
+            self._run = start(mode=config.logger.mode)
+        except UsageError as error:
+            raise ConfigError(
+                f"logger=wandb: {' '.join(str(error).split())} Or give logger.mode=offline, and `wandb sync` later"
+            ) from None
+        except CommError as error:
+            # A run is worth more than its curves being there at once.
+            reason = str(error).strip().splitlines()[0]
+            print(
+                f"warning: wandb's server cannot be reached ({reason}); the run records offline: "
+                f"wandb sync {directory}/wandb/offline-run-*",
+                flush=True,
+            )
+            wandb.teardown()  # its service still holds the run's id
+            self._run = start(mode="offline")
         # Any of the three can be put on the horizontal axis; the default is the step.
         for name in ("step", "tokens", "time/elapsed_s"):
             self._run.define_metric(name, hidden=True)

@@ -27,6 +27,7 @@ from tests.train.launch import (
     wait_for_step,
 )
 from train.checkpoint import list_checkpoints, load
+from train.wandb_log import read_offline
 
 KILLS = 20
 STEPS_BETWEEN = 15  # at most
@@ -147,3 +148,18 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path):
     assert series(disturbed / "run", "train/loss") == series(undisturbed / "run", "train/loss")
     elapsed = series(disturbed / "run", "time/elapsed_s")
     assert elapsed == sorted(elapsed) and elapsed[-1] < 120
+
+
+def test_a_run_without_wandbs_server_records_offline(tmp_path):
+    """Nothing listens at the address; without a login there is one line before the first step."""
+    nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    setting = (*SMALL, "arm=adamw", "logger=wandb", "run.dir=run")
+    result = train(*setting, cwd=tmp_path, **nowhere)
+    assert "warning: wandb's server cannot be reached" in result.stdout
+    _, recorded = read_offline((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+    assert [row["step"] for row in recorded] == list(range(1, 13))
+
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
+    result = train(*setting, "run.dir=other", cwd=tmp_path, expect=1, **nowhere | home)
+    assert "train.py: error: logger=wandb: No API key configured" in result.stderr
+    assert rows(tmp_path / "other") == []
