@@ -130,9 +130,11 @@ class _VectorJacobianProduct:
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         cotangents, inputs = tensors[: self._outputs], tensors[self._outputs :]
-        twice = torch.is_grad_enabled()  # inside the recomputation of a further derivative
-        if not twice:
-            inputs = [x.detach().requires_grad_() if n else x for x, n in zip(inputs, self._needed)]  # type: ignore[union-attr]
+        twice = torch.is_grad_enabled()  # inside the recomputation of a further derivative, whose inputs are leaves
+        inputs = [
+            x.detach().requires_grad_() if n and not x.requires_grad else x  # type: ignore[union-attr]
+            for x, n in zip(inputs, self._needed)
+        ]
         with torch.enable_grad():
             outputs = self._function(*inputs)
         pairs = [
@@ -184,9 +186,15 @@ _stages: dict[str, "_Stage"] = {}  # by a digest of their graph and of what thei
 class _Stage:
     """A traced function of tensors, compiled at its first call."""
 
-    def __init__(self, graph: GraphModule, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph = graph
         self.compiled = torch.compile(graph, dynamic=False)
-        self.outputs_like = [(x.shape, x.stride(), x.dtype, x.device) for x in outputs]
+        outputs = graph.graph.output_node().args[0]
+        self.outputs_like = _like([node.meta["val"] for node in outputs])  # type: ignore[union-attr]
+
+
+def _like(tensors: Sequence[Tensor]) -> list[tuple]:
+    return [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors]
 
 
 def _as_operator(function: Callable, inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -214,24 +222,25 @@ def _as_operator(function: Callable, inputs: Sequence[Tensor | None]) -> tuple[T
     tensors = [x for x in inputs if x is not None]
     with disable_proxy_modes_tracing():
         graph = make_fx(run, tracing_mode="fake")(*tensors)
-        outputs = graph(*tensors)
+    constants = []
     for node in graph.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                raise RuntimeError(
-                    f"a recomputed block draws random numbers ({node.target}), which a trace cannot repeat"
-                )
-    like = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in tensors]
-    key = hashlib.sha256(f"{graph.code}{like}".encode()).hexdigest()
+        if node.op == "get_attr":
+            constants.append(id(getattr(graph, node.target)))  # which the code does not show
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise RuntimeError(
+                f"a recomputed block draws random numbers ({node.target}), which a trace cannot repeat"
+            )
+    key = hashlib.sha256(f"{graph.code}{_like(tensors)}{constants}".encode()).hexdigest()
     if key not in _stages:
-        _stages[key] = _Stage(graph, outputs)
+        _stages[key] = _Stage(graph)
     results = iter(_stage(key, tensors))
     return tuple(next(results) if there else None for there in present)
 
 
 @torch.library.custom_op("flashbob_optim::stage", mutates_args=())
 def _stage(key: str, inputs: list[Tensor]) -> list[Tensor]:
-    with torch.no_grad():
+    # The graph has the block's casts already; the caller's autocast must not round its products again.
+    with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         return list(_stages[key].compiled(*inputs))
 
 
