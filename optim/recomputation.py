@@ -130,7 +130,9 @@ class _VectorJacobianProduct:
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         cotangents, inputs = tensors[: self._outputs], tensors[self._outputs :]
-        twice = torch.is_grad_enabled()  # inside the recomputation of a further derivative, whose inputs are leaves
+        twice = (
+            torch.is_grad_enabled()
+        )  # inside the recomputation of a further derivative, whose inputs are leaves
         inputs = [
             x.detach().requires_grad_() if n and not x.requires_grad else x  # type: ignore[union-attr]
             for x, n in zip(inputs, self._needed)

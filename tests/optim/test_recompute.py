@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import flashbob
-from optim import HessianVectorProduct, hessian_vector_product, recompute
+from optim import HessianVectorProduct, recompute
 from optim.recomputation import _stages
 
 
@@ -24,6 +24,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.dropout(self.down(torch.tanh(self.up(self.norm(x)))), self.dropout, self.training)
+
+
+class Small(nn.Module):
+    """Quick to compile."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
 
 
 class Stack(nn.Module):
@@ -41,6 +52,11 @@ class Stack(nn.Module):
 def stack(recomputed: bool, layers: int = 3, width: int = 8, dtype=torch.float64, dropout=0.0) -> Stack:
     torch.manual_seed(0)
     return Stack([Block(width, dropout) for _ in range(layers)], recomputed).to(dtype)
+
+
+def small(recomputed: bool, layers: int, dtype=torch.float64) -> Stack:
+    torch.manual_seed(0)
+    return Stack([Small() for _ in range(layers)], recomputed).to(dtype)
 
 
 def inputs(rows: int = 5, width: int = 8, dtype=torch.float64) -> Tensor:
@@ -230,7 +246,7 @@ def test_a_foreign_model():
 
 def test_a_block_that_changes_a_buffer_is_refused():
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ValueError, match="Sequential changes its buffer 1.num_batches_tracked"):
+    with pytest.raises(ValueError, match=r"Sequential changes its buffer 1\.num_batches_tracked"):
         recompute(block, torch.randn(3, 4))
     recompute(block.eval(), torch.randn(3, 4)).sum().backward()
 
@@ -285,22 +301,22 @@ def test_a_layer_costs_its_input_and_one_cotangent():
 
 
 def test_blocks_are_compiled_once():
-    expected = second_order(stack(False, layers=5), inputs())
-    _stages.clear()
+    expected = second_order(small(False, layers=5), inputs())
+    before = len(_stages)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no fall back to eager
-        got = second_order(stack(True, layers=5), inputs(), compile=True)
+        got = second_order(small(True, layers=5), inputs(), compile=True)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
-    # f and its second derivative are those of all blocks but the first, whose input needs no gradient.
-    assert len(_stages) <= 5
+    # Three stages; the first block's input needs no gradient, which makes its two derivatives others.
+    assert len(_stages) - before == 5
 
 
 def test_autocast_compiled():
-    expected = second_order(stack(False, 2), inputs())
-    model, x = stack(True, 2, dtype=torch.float32), inputs(dtype=torch.float32)
+    exact = second_order(small(False, 2), inputs())
+    model, x = small(True, 2, dtype=torch.float32), inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         eager, compiled = second_order(model, x), second_order(model, x, compile=True)
-    for of_eager, of_compiled in zip(relative_errors(eager, expected), relative_errors(compiled, expected)):
+    for of_eager, of_compiled in zip(relative_errors(eager, exact), relative_errors(compiled, exact)):
         assert 1e-5 < of_eager < 0.05 and of_compiled < 1.2 * of_eager  # fused operations round less often
 
 
