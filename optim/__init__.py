@@ -8,6 +8,7 @@ docs/optimizer.md has an example with a foreign model.
 from .adamw import build_adamw, parameter_groups
 from .hutchinson import HutchinsonEstimator, probe
 from .hvp import HessianVectorProduct, hessian_vector_product
+from .recomputation import recompute
 from .sophia import SophiaH
 from .zero import ShardedParameters
 
@@ -20,4 +21,5 @@ __all__ = [
     "hessian_vector_product",
     "parameter_groups",
     "probe",
+    "recompute",
 ]

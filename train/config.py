@@ -38,6 +38,7 @@ class ModelConfig:
     dropout: float  # on embeddings, residual branches and attention probabilities
     bias: bool
     loss_chunk: int | None  # tokens whose logits exist at a time; null: those of the whole micro-batch
+    recompute_blocks: bool  # activation checkpointing: less memory, more time; docs/memory.md
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashbob
+from optim import recompute
 
 from .cross_entropy import linear_cross_entropy
 
@@ -46,6 +47,7 @@ class GPTConfig:
     loss_chunk: int | None = (
         None  # tokens whose logits exist at a time when there are targets; None: all of them
     )
+    recompute_blocks: bool = False  # of each block only its input is kept for the derivatives
 
     def __post_init__(self) -> None:
         if self.embed_dim % self.num_heads:
@@ -171,7 +173,7 @@ class GPT(nn.Module):
         x_BND = self.wte(tokens) + self.wpe.weight[:length]
         x_BND = F.dropout(x_BND, self.config.dropout, self.training)
         for block in self.h:
-            x_BND = block(x_BND)
+            x_BND = recompute(block, x_BND) if self.config.recompute_blocks else block(x_BND)
         if targets is not None and self.config.loss_chunk is not None:
             loss = linear_cross_entropy(
                 self.ln_f(x_BND).flatten(0, 1),

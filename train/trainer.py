@@ -73,6 +73,7 @@ class Trainer:
             dropout=config.model.dropout,
             bias=config.model.bias,
             loss_chunk=config.model.loss_chunk,
+            recompute_blocks=config.model.recompute_blocks,
         )
         dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
         with self.device:

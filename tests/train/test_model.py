@@ -467,3 +467,44 @@ def test_generate_refuses(arguments):
     (name,) = arguments
     with pytest.raises(ValueError, match=f"{name} is"):
         gpt().generate(batch()[0], 1, **arguments)
+
+
+# --- recomputed blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("backend", ["tiled", "math"])
+def test_recomputed_blocks_change_nothing(backend, dropout):
+    models = [gpt(backend, dropout=dropout, recompute_blocks=recomputed) for recomputed in (False, True)]
+    results = []
+    for model in models:
+        model.h[1].mlp.c_fc.weight.requires_grad_(False)
+        params = [p for p in model.parameters() if p.requires_grad]
+        torch.manual_seed(3)
+        loss = model(*batch())[1]
+        z = [torch.randn(p.shape, generator=torch.Generator().manual_seed(4)).double() for p in params]
+        results.append((loss.detach(), *hessian_vector_product(loss, params, z)))
+    torch.testing.assert_close(results[1], results[0], **FP64)
+    assert torch.equal(models[0].eval()(batch()[0])[0], models[1].eval()(batch()[0])[0])
+
+
+def test_recomputed_blocks_in_a_compiled_step():
+    plain, model = (gpt("tiled", recompute_blocks=recomputed) for recomputed in (False, True))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    gradients = [torch.autograd.grad(m(*batch())[1], list(m.parameters())) for m in (plain, compiled)]
+    torch.testing.assert_close(gradients[1], gradients[0], **FP64)
+
+
+def test_a_run_with_recomputed_blocks_is_the_same_run(tmp_path):
+    from tests.train.launch import SMALL, SOPHIA, series, train
+
+    for recomputed in ("false", "true"):
+        train(
+            *SMALL, *SOPHIA, "model.dropout=0.1", "train.max_steps=6", f"model.recompute_blocks={recomputed}",
+            f"run.dir=recomputed-{recomputed}", cwd=tmp_path,
+        )  # fmt: skip
+    for key in ("train/loss", "val/loss", "hessian/norm"):
+        got, expected = (
+            series(tmp_path / f"recomputed-{recomputed}", key) for recomputed in ("true", "false")
+        )
+        assert got == pytest.approx(expected, rel=1e-9)
