@@ -148,6 +148,10 @@ class HessianVectorProduct:
             )
             self.compile = False
             return
+        # Forward mode leaves two checks behind for each tangent, whose results, Python's booleans, nobody reads; torch.compile
+        # would break the graph at every one, and compile for hours.
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
         self.trace_s.append(time.perf_counter() - start)
         compiled = torch.compile(graph, dynamic=False, mode=self.mode)
         start = time.perf_counter()
