@@ -89,6 +89,9 @@ def sdpa_bob(
 ) -> Tensor:
     """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v, exactly and twice differentiable in O(N) memory.
 
+    Twice means reverse over reverse, forward over reverse and reverse over forward: `torch.autograd.grad`, `torch.autograd.
+    forward_ad`, and `torch.func`'s grad, vjp, jvp, jacfwd, hessian and vmap of them.
+
     Args:
         q: [B, H_q, N_q, d], bf16, fp16, fp32 or (on a CPU) fp64; any strides, nothing is copied. 16 ≤ d ≤ 256.
         k, v: [B, H_kv, N_k, d] like q; H_q is a multiple of H_kv (grouped-query attention).
@@ -106,7 +109,8 @@ def sdpa_bob(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, its value and what is allowed.
         RuntimeError: when a third derivative is taken.
-        NotImplementedError: when a forward-mode derivative is taken.
+        NotImplementedError: when forward mode is taken of forward mode (jvp of jvp), or inside `torch.compile`; a graph that
+            `make_fx` traced of a jvp does compile.
 
     Source: FlashBoB (arXiv 2609.24089), sections 3 and 4.
     """

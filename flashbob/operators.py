@@ -1,10 +1,18 @@
-"""Attention's three operators: schema, fake implementation, autograd formula.
+"""Attention's four operators: schema, fake implementation, autograd formula.
 
     flashbob::forward            (q, k, v)                               -> (o, lse)
     flashbob::backward           (do, q, k, v, o, lse)                   -> (dq, dk, dv)
     flashbob::backward_backward  (u_q, u_k, u_v, do, q, k, v, o, lse, dq) -> (gradients of q, k, v, do)
+    flashbob::tangent            (t_q, t_k, t_v, q, k, v, o, lse)        -> derivative of o along (t_q, t_k, t_v)
 
 each followed by the same options: key_padding_mask, dropout_seed, scale, is_causal, window_size, dropout_p, backend.
+
+The last is forward mode's. With φ = ⟨do, O⟩, whose gradient in (q, k, v, do) is (dq, dk, dv, o), `backward_backward` is φ's
+Hessian times (u_q, u_k, u_v, 0). A Hessian is symmetric, so all derivatives of a tangent are made of the same operators:
+
+    derivative of o along (t_q, t_k, t_v)                       its part for do, which `tangent` computes alone
+    derivative of (dq, dk, dv) along (t_do, t_q, t_k, t_v)      its parts for q, k, v with u = t, plus backward(t_do)
+    gradient of ⟨do, tangent⟩ in (q, k, v), (t_q, t_k, t_v)     its parts for q, k, v with u = t; backward(do)
 
 `attention` calls them through autograd twice over. PyTorch has two mechanisms for that and needs both here: under
 `torch.compile` an operator with a registered formula is one opaque node of the graph; in eager mode such an operator
@@ -19,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _is_fwd_grad_enabled, _len_torch_dispatch_stack
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
@@ -43,9 +51,7 @@ def _run(
     window_size: int | None,
     dropout_p: float,
     backend: str,
-) -> tuple[Tensor, ...]:
-    if any(x is not None and _has_tangent(x) for x in tensors):
-        _refuse_forward_mode()
+) -> Any:
     if backend == "auto":
         backend = _choose(pass_name, tensors, window_size, key_padding_mask, dropout_p)
     module = importlib.import_module(f".backends.{backend}", __package__)
@@ -62,6 +68,13 @@ def _run(
         )
 
 
+def _run_operator(pass_name: str, tensors: tuple[Tensor | None, ...], *options) -> Any:
+    # A compiled function calls an operator with whatever it was given. `Function`s, which have a `jvp`, switch tangents off.
+    if _is_fwd_grad_enabled() and any(x is not None and _has_tangent(x) for x in tensors):
+        _refuse_compiled_forward_mode()
+    return _run(pass_name, tensors[-1].device.type, tensors, *options)  # type: ignore[union-attr]
+
+
 # From how many tokens on cuDNN beats our own kernels, by pass and head dimension: docs/kernels.md has the figures (H200).
 _CUDNN_FROM = {("forward", 64): 4096, ("backward", 64): 4096, ("forward", 128): 1024, ("backward", 128): 2048}
 
@@ -73,7 +86,7 @@ def _choose(
     if not tensors[-1].is_cuda:  # type: ignore[union-attr]  # v, L or dQ
         return "tiled"
     if (
-        pass_name == "backward_backward"
+        pass_name in ("backward_backward", "tangent")
         or window_size is not None
         or key_padding_mask is not None
         or dropout_p > 0.0
@@ -99,7 +112,7 @@ def _has_cudnn(device: torch.device) -> bool:
 )
 def forward(q, k, v, *options):
     """O [B, H, N_q, d] like q, and L [B, H, N_q] in fp32 (fp64 for fp64)."""
-    return _run("forward", q.device.type, (q, k, v), *options)
+    return _run_operator("forward", (q, k, v), *options)
 
 
 @torch.library.custom_op(
@@ -111,7 +124,7 @@ def forward(q, k, v, *options):
 )
 def backward(do, q, k, v, o, lse, *options):
     """dQ, dK, dV, like q, k, v."""
-    return _run("backward", q.device.type, (do, q, k, v, o, lse), *options)
+    return _run_operator("backward", (do, q, k, v, o, lse), *options)
 
 
 @torch.library.custom_op(
@@ -124,7 +137,20 @@ def backward(do, q, k, v, o, lse, *options):
 )
 def backward_backward(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
     """Gradients of ⟨dQ, u_q⟩ + ⟨dK, u_k⟩ + ⟨dV, u_v⟩ with respect to q, k, v and do, like them."""
-    return _run("backward_backward", q.device.type, (u_q, u_k, u_v, do, q, k, v, o, lse, dq), *options)
+    return _run_operator("backward_backward", (u_q, u_k, u_v, do, q, k, v, o, lse, dq), *options)
+
+
+@torch.library.custom_op(
+    "flashbob::tangent",
+    mutates_args=(),
+    schema=(
+        "(Tensor? t_q, Tensor? t_k, Tensor? t_v, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"{_SCHEMA_OPTIONS}) -> Tensor"
+    ),
+)
+def tangent(t_q, t_k, t_v, q, k, v, o, lse, *options):
+    """Derivative of O along (t_q, t_k, t_v), like q."""
+    return _run_operator("tangent", (t_q, t_k, t_v, q, k, v, o, lse), *options)
 
 
 @forward.register_fake
@@ -143,6 +169,11 @@ def _(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
 
 
+@tangent.register_fake
+def _(t_q, t_k, t_v, q, k, v, o, lse, *options):
+    return torch.empty_like(q)
+
+
 def _refuse_third_derivative(ctx: Any, *grad_outputs: Any):
     raise RuntimeError(
         "sdpa_bob is differentiable twice and a third derivative was asked for; "
@@ -150,10 +181,17 @@ def _refuse_third_derivative(ctx: Any, *grad_outputs: Any):
     )
 
 
-def _refuse_forward_mode(ctx: Any = None, *grad_inputs: Any):
+def _refuse_second_tangent(ctx: Any, *grad_inputs: Any):
     raise NotImplementedError(
-        "sdpa_bob has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode, "
-        "or flashbob.set_backend('math')"
+        "sdpa_bob has no forward-mode derivative of a forward-mode derivative (jvp of jvp, jacfwd of jacfwd); take one of the "
+        "two in reverse mode, or flashbob.set_backend('math')"
+    )
+
+
+def _refuse_compiled_forward_mode():
+    raise NotImplementedError(
+        "sdpa_bob has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad) under torch.compile; trace the derivative "
+        "with make_fx and compile its graph, or do not compile"
     )
 
 
@@ -201,12 +239,18 @@ def _options(args: tuple) -> dict[str, Any]:
 
 def _save(ctx, tensors: tuple, options: tuple) -> None:
     key_padding_mask, dropout_seed, *ctx.plain_options = options
-    ctx.save_for_backward(*tensors, key_padding_mask, dropout_seed)
+    saved = *tensors, key_padding_mask, dropout_seed
+    ctx.save_for_backward(*saved)
+    ctx.save_for_forward(*saved)  # until `jvp`, which comes at once or never
 
 
 def _saved(ctx) -> tuple[tuple, tuple]:
     *tensors, key_padding_mask, dropout_seed = ctx.saved_tensors
     return tuple(tensors), (key_padding_mask, dropout_seed, *ctx.plain_options)
+
+
+def _of_given(inputs: tuple, gradients: tuple) -> tuple:
+    return tuple(None if x is None else g for x, g in zip(inputs, gradients))
 
 
 def _setup_forward(ctx, inputs, output):
@@ -228,7 +272,12 @@ def _setup_backward_backward(ctx, inputs, output):
     pass
 
 
-def _call(pass_name: str, args: tuple) -> tuple[Tensor, ...]:
+def _setup_tangent(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    _save(ctx, inputs[:8], inputs[8:])
+
+
+def _call(pass_name: str, args: tuple) -> Any:
     """The operator where something must see it as one node (tracing, fake tensors, `torch.func`), else its body.
 
     PyTorch's way from an operator to a body in Python costs more host time than a short sequence's kernels take.
@@ -261,7 +310,11 @@ class _Forward(Function):
     def vmap(info, in_dims, *args):
         return _fold_batch(_Forward, info, in_dims, *args)
 
-    jvp = staticmethod(_refuse_forward_mode)
+    @staticmethod
+    def jvp(ctx, t_q, t_k, t_v, *_):
+        tensors, options = _saved(ctx)
+        (t_o,) = _Tangent.apply(t_q, t_k, t_v, *tensors, *options)
+        return t_o, None
 
 
 class _Backward(Function):
@@ -281,7 +334,16 @@ class _Backward(Function):
     def vmap(info, in_dims, *args):
         return _fold_batch(_Backward, info, in_dims, *args)
 
-    jvp = staticmethod(_refuse_forward_mode)
+    @staticmethod
+    def jvp(ctx, t_do, t_q, t_k, t_v, *_):
+        # Nothing is added for the tangents of o and lse: their share is in the formulas, as in `backward`.
+        tensors, options = _saved(ctx)
+        if t_q is None and t_k is None and t_v is None:
+            return _Backward.apply(t_do, *tensors[1:-1], *options)
+        tangents = _BackwardBackward.apply(t_q, t_k, t_v, *tensors, *options)[:3]
+        if t_do is None:
+            return tangents
+        return tuple(x + y for x, y in zip(tangents, _Backward.apply(t_do, *tensors[1:-1], *options)))
 
 
 class _BackwardBackward(Function):
@@ -291,14 +353,37 @@ class _BackwardBackward(Function):
 
     setup_context = staticmethod(_setup_backward_backward)
     backward = staticmethod(_refuse_third_derivative)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_refuse_third_derivative)
 
     @staticmethod
     def vmap(info, in_dims, *args):
         return _fold_batch(_BackwardBackward, info, in_dims, *args)
 
 
-for _function in (_Forward, _Backward, _BackwardBackward):
+class _Tangent(Function):
+    @staticmethod
+    def forward(*args):
+        return (_call("tangent", args),)
+
+    setup_context = staticmethod(_setup_tangent)
+
+    @staticmethod
+    def backward(ctx, do):
+        if do is None:
+            return (None,) * (8 + _NUM_OPTIONS)
+        (t_q, t_k, t_v, *tensors), options = _saved(ctx)
+        first = _Backward.apply(do, *tensors, *options)
+        second = _BackwardBackward.apply(t_q, t_k, t_v, do, *tensors, first[0], *options)[:3]
+        return *_of_given((t_q, t_k, t_v), first), *second, None, None, *_NO_GRADIENTS
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _fold_batch(_Tangent, info, in_dims, *args)
+
+    jvp = staticmethod(_refuse_second_tangent)
+
+
+for _function in (_Forward, _Backward, _BackwardBackward, _Tangent):
     # `Function.apply` asks for it at every call.
     _function.forward.__signature__ = inspect.signature(_function.forward)
 
@@ -319,9 +404,19 @@ def _backward_formula(ctx, u_q, u_k, u_v):
     return ddo_, dq_, dk_, dv_, None, None, *_NO_GRADIENTS
 
 
+def _tangent_formula(ctx, do):
+    if do is None:
+        return (None,) * (8 + _NUM_OPTIONS)
+    (t_q, t_k, t_v, *tensors), options = _saved(ctx)
+    first = backward(do, *tensors, *options)
+    second = backward_backward(t_q, t_k, t_v, do, *tensors, first[0], *options)[:3]
+    return *_of_given((t_q, t_k, t_v), first), *second, None, None, *_NO_GRADIENTS
+
+
 forward.register_autograd(_forward_formula, setup_context=_setup_forward)
 backward.register_autograd(_backward_formula, setup_context=_setup_backward)
 backward_backward.register_autograd(_refuse_third_derivative, setup_context=_setup_backward_backward)
+tangent.register_autograd(_tangent_formula, setup_context=_setup_tangent)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
@@ -329,6 +424,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
     if torch.compiler.is_compiling():
         # While tracing; a tangent that comes later, to the compiled function, is found by the operator.
         if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
-            _refuse_forward_mode()
+            _refuse_compiled_forward_mode()
         return forward(q, k, v, *options)[0]
     return _Forward.apply(q, k, v, *options)[0]

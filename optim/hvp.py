@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashbob
@@ -26,10 +27,7 @@ def hessian_vector_product(
     operation that cannot be differentiated twice (PyTorch's fused attention, for one) raises PyTorch's own
     error.
     """
-    if loss.numel() != 1:
-        raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}")
-    if not loss.requires_grad:
-        raise ValueError("loss must have a graph, got a tensor that does not require a gradient")
+    _check_loss(loss)
     check_parameters(params)
     check_vectors(params, vectors)
     gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
@@ -54,10 +52,15 @@ class HessianVectorProduct:
     `loss(model, *batch)` returns a scalar; `batch` are tensors. `vectors`, the result's gradients and products have one
     tensor for each of `params`, in their order: by default the model's that require a gradient, tied ones once.
 
-    Compiled, `torch.autograd.grad` of `torch.autograd.grad` is traced with `make_fx` into one forward graph, which
-    `torch.compile` takes (double backward itself it refuses), once for each new shape of the batch. The traced graph is
-    exact: the same operations in the same dtypes, autocast included. `on_new_shape="eager"` answers shapes that `prepare`
-    has not seen eagerly instead of stopping to compile. A model that cannot be traced falls back to eager with one warning.
+    `method` says how the gradient is differentiated. "reverse": by a second backward (reverse over reverse). "forward": by
+    tangents, which the forward and the backward pass carry along (forward over reverse); no graph of the gradient is kept. Every
+    operation of the model then needs a forward-mode derivative of itself and of its backward; PyTorch names the one that
+    lacks it.
+
+    Compiled, either is traced with `make_fx` into one forward graph, which `torch.compile` takes (double backward and `jvp`
+    themselves it refuses), once for each new shape of the batch. The traced graph is exact: the same operations in the same
+    dtypes, autocast included. `on_new_shape="eager"` answers shapes that `prepare` has not seen eagerly instead of stopping to
+    compile. A model that cannot be traced falls back to eager with one warning.
 
     `cuda_graph=True` replays the compiled pass as one CUDA graph: no time between its kernels. Parameters and buffers are read
     where they are; vectors and batch are copied in. The graph keeps the memory of a pass to itself, and the results are
@@ -76,13 +79,17 @@ class HessianVectorProduct:
         params: Iterable[Tensor] | None = None,
         compile: bool = True,
         on_new_shape: Literal["compile", "eager"] = "compile",
+        method: Literal["reverse", "forward"] = "reverse",
         mode: str | None = None,
         cuda_graph: bool = False,
     ) -> None:
         if on_new_shape not in ("compile", "eager"):
             raise ValueError(f"on_new_shape must be 'compile' or 'eager', got {on_new_shape!r}")
+        if method not in ("reverse", "forward"):
+            raise ValueError(f"method must be 'reverse' or 'forward', got {method!r}")
         self.model = model
         self.compile = compile
+        self.method = method
         self.on_new_shape = on_new_shape
         self.mode = mode  # torch.compile's: None, "max-autotune", …
         self.cuda_graph = cuda_graph
@@ -122,7 +129,7 @@ class HessianVectorProduct:
                 with torch.no_grad():
                     outputs = self._graphs[key](*self._inputs(vectors, batch))
                 return _split(outputs, len(self.params))
-        return self._differentiate(self._with_loss(*batch), self.params, vectors)
+        return self._differentiate(self.params, vectors, {}, batch)
 
     def prepare(self, vectors: Sequence[Tensor], *batch: Tensor) -> None:
         """Trace and compile for batches like this one."""
@@ -141,6 +148,10 @@ class HessianVectorProduct:
             )
             self.compile = False
             return
+        # Forward mode leaves two checks behind for each tangent, whose results, Python's booleans, nobody reads; torch.compile
+        # would break the graph at every one, and compile for hours.
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
         self.trace_s.append(time.perf_counter() - start)
         compiled = torch.compile(graph, dynamic=False, mode=self.mode)
         start = time.perf_counter()
@@ -161,17 +172,44 @@ class HessianVectorProduct:
         vectors, rest = inputs[count : 2 * count], inputs[2 * count :]
         constants, batch = dict(zip(self._constants, rest)), rest[len(self._constants) :]
         params = [p.detach().requires_grad_() for p in inputs[:count]]
-        loss = torch.func.functional_call(self._with_loss, dict(zip(self._names, params)) | constants, batch)
-        loss, gradients, products = self._differentiate(loss, params, vectors)
+        loss, gradients, products = self._differentiate(params, vectors, constants, batch)
         return [loss, *gradients, *products]
 
     def _differentiate(
-        self, loss: Tensor, params: Sequence[Tensor], vectors: Sequence[Tensor]
+        self,
+        params: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        constants: dict[str, Tensor],
+        batch: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """At `params` and `constants` in place of the model's own tensors of those names."""
+
+        def loss_at(params: Sequence[Tensor]) -> Tensor:
+            if params is self.params:
+                return self._with_loss(*batch)
+            values = dict(zip(self._names, params)) | constants
+            return torch.func.functional_call(self._with_loss, values, tuple(batch))
+
         # Autocast is for the forward pass: its choices are in the graph, and derivatives must not be rounded again.
-        with torch.autocast(self.params[0].device.type, enabled=False):
-            gradients, products = hessian_vector_product(loss, params, vectors)
-        return loss.detach(), gradients, products
+        no_autocast = torch.autocast(self.params[0].device.type, enabled=False)
+        if self.method == "reverse":
+            loss = loss_at(params)
+            with no_autocast:
+                gradients, products = hessian_vector_product(loss, params, vectors)
+            return loss.detach(), gradients, products
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(p, z) for p, z in zip(params, vectors)]
+            loss = loss_at(duals)
+            _check_loss(loss)
+            with no_autocast:
+                along = torch.autograd.grad(loss, duals, allow_unused=True)
+            pairs = [(None, None) if g is None else forward_ad.unpack_dual(g) for g in along]
+            loss = forward_ad.unpack_dual(loss).primal.detach()
+        gradients, products = (
+            [torch.zeros_like(p) if x is None else x.detach() for x, p in zip(part, params)]
+            for part in zip(*pairs)
+        )
+        return loss, gradients, products
 
     def _key(self, batch: Sequence[Tensor]) -> tuple:
         device = self.params[0].device.type
@@ -230,6 +268,13 @@ class _WithLoss(nn.Module):
 def _split(outputs: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     loss, *rest = outputs
     return loss, rest[:count], rest[count:]
+
+
+def _check_loss(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError("loss must have a graph, got a tensor that does not require a gradient")
 
 
 def check_vectors(params: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:

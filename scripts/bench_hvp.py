@@ -3,17 +3,24 @@
     python -m scripts.bench_hvp [--model gpt2-small] [--shapes 4x2048 1x16384] [--modes …] [--out docs/results/hvp.json]
 
 One command, one GPU, one run. Modes: the gradient (eager or compiled, with PyTorch's attention or FlashBoB's), and
-(loss, gradient, H z) in one pass (math attention eager, FlashBoB eager, FlashBoB compiled). `ratio_to_gradient` is the time over
-that of the compiled SDPA gradient at the same shape. Writes --out after every row.
+(loss, gradient, H z) in one pass (math attention eager, FlashBoB eager, FlashBoB compiled; reverse over reverse, or forward over
+reverse). `ratio_to_gradient` is the time over that of the compiled SDPA gradient at the same shape. Writes --out after every row.
+
+Without a GPU, or with --device cpu, the passes are timed on the CPU. Peak memory is then the process's largest resident set,
+compilation included, so that each mode needs a process of its own:
+
+    python -m scripts.bench_hvp --device cpu --model gpt2-tiny --shapes 2x128 --modes hvp-forward-over-reverse-eager
 """
 
 import argparse
 import json
+import resource
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -31,6 +38,7 @@ class Mode(NamedTuple):
     compiled: bool = False
     chunked: bool = False  # the loss: LOSS_CHUNK tokens of logits at a time
     cuda_graph: bool = False
+    method: Literal["reverse", "forward"] = "reverse"
 
 
 LOSS_CHUNK = 4096
@@ -44,23 +52,39 @@ MODES = {
     "hvp-flashbob-chunked-compiled": Mode("auto", True, compiled=True, chunked=True),
     "hvp-flashbob-graph": Mode("auto", True, compiled=True, cuda_graph=True),
     "hvp-flashbob-chunked-graph": Mode("auto", True, compiled=True, chunked=True, cuda_graph=True),
+    "hvp-forward-over-reverse-eager": Mode("auto", True, method="forward"),
+    "hvp-forward-over-reverse-compiled": Mode("auto", True, compiled=True, method="forward"),
+    "hvp-forward-over-reverse-chunked-compiled": Mode(
+        "auto", True, compiled=True, chunked=True, method="forward"
+    ),
+    "hvp-forward-over-reverse-chunked-graph": Mode(
+        "auto", True, compiled=True, chunked=True, cuda_graph=True, method="forward"
+    ),
     "hvp-hybrid-eager": Mode("hybrid", True),
     "hvp-math-eager": Mode("math", True),
 }
 GROUPS = {  # of kernels, by what their names hold; the first that fits
-    "attention": ("_row_pass", "_column_pass", "_backward_rows", "_backward_keys", "_forward", "cudnn"),
+    "attention": (
+        "_row_pass",
+        "_column_pass",
+        "_backward_rows",
+        "_backward_keys",
+        "_forward",
+        "_tangent",
+        "cudnn",
+    ),
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
     "chunked cross-entropy": ("_normalize_kernel", "_differentiate_kernel"),
     "elementwise and reductions": ("triton_", "elementwise", "reduce", "Memset", "Memcpy", "copy"),
 }
 
 
-def prepare(mode: str, model_name: str, batch: int, length: int) -> Callable[[], Any]:
+def prepare(mode: str, model_name: str, batch: int, length: int, device: str) -> Callable[[], Any]:
     """A function that runs one pass; compiled already."""
-    attention, second, compiled, chunked, cuda_graph = MODES[mode]
+    attention, second, compiled, chunked, cuda_graph, method = MODES[mode]
     c = OmegaConf.load(Path(__file__).resolve().parent.parent / "configs" / "model" / f"{model_name}.yaml")
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = GPT(
             GPTConfig(
                 length,
@@ -73,9 +97,11 @@ def prepare(mode: str, model_name: str, batch: int, length: int) -> Callable[[],
             attention_function(attention),
         )
         tokens, targets = torch.randint(50257, (2, batch, length))
-    autocast = torch.autocast("cuda", torch.bfloat16)
+    autocast = torch.autocast(device, torch.bfloat16)
     if second:
-        hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[1], compile=compiled, cuda_graph=cuda_graph)
+        hvp = HessianVectorProduct(
+            model, lambda m, x, y: m(x, y)[1], compile=compiled, cuda_graph=cuda_graph, method=method
+        )
         z = [torch.randn_like(p) for p in hvp.params]
 
         def run() -> None:
@@ -94,8 +120,34 @@ def prepare(mode: str, model_name: str, batch: int, length: int) -> Callable[[],
                 p.grad = None
 
     run()
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return run
+
+
+def measure_gpu(run: Callable[[], Any], others: float) -> dict[str, Any]:
+    """`others` are the bytes that other modes' models hold."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return {
+        "ms": median_ms(run, 5),
+        "peak_gib": (torch.cuda.max_memory_allocated() - others) / 2**30,
+        "ledger_ms": ledger(run),
+    }
+
+
+def measure_cpu(run: Callable[[], Any]) -> dict[str, Any]:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )  # of the process's life: one mode a process
+    return {"ms": statistics.median(times), "peak_gib": peak / 2**30, "ledger_ms": {}}
 
 
 def ledger(run: Callable[[], Any]) -> dict[str, float]:
@@ -121,6 +173,9 @@ def main() -> None:
     parser.add_argument("--model", default="gpt2-small")
     parser.add_argument("--shapes", nargs="+", default=["4x2048"], help="sequences x tokens, e.g. 4x2048")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu")
+    )
     parser.add_argument("--commit", help="recorded in each row (default: git's)")
     parser.add_argument("--out", type=Path, default=Path("docs/results/hvp.json"))
     parser.add_argument(
@@ -135,25 +190,23 @@ def main() -> None:
         runs, compile_s = {}, {}
         for mode in arguments.modes:
             start = time.perf_counter()
-            runs[mode] = prepare(mode, arguments.model, batch, length)
+            runs[mode] = prepare(mode, arguments.model, batch, length, arguments.device)
             compile_s[mode] = time.perf_counter() - start
             console.print(f"{mode}: first call {compile_s[mode]:.1f} s")
         while arguments.wait_for and not arguments.wait_for.exists():
             time.sleep(0.5)
         reference = None
         for mode, run in runs.items():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-            run()
-            torch.cuda.synchronize()
-            others = held * (len(runs) - 1) / len(runs)  # the other modes' models
+            if arguments.device == "cuda":
+                measured = measure_gpu(run, torch.cuda.memory_allocated() * (len(runs) - 1) / len(runs))
+                machine = torch.cuda.get_device_name()
+            else:
+                measured, machine = measure_cpu(run), f"CPU, {torch.get_num_threads()} threads"
             row = {
-                "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+                "gpu": machine, "torch": torch.__version__, "triton": triton.__version__,
                 "commit": arguments.commit or subprocess.getoutput("git rev-parse --short HEAD"),
-                "model": arguments.model, "B": batch, "N": length, "mode": mode, "ms": median_ms(run, 5),
-                "peak_gib": (torch.cuda.max_memory_allocated() - others) / 2**30, "first_call_s": compile_s[mode],
-                "ledger_ms": ledger(run),
+                "model": arguments.model, "B": batch, "N": length, "mode": mode, **measured,
+                "first_call_s": compile_s[mode],
             }  # fmt: skip
             reference = reference or row["ms"]
             row["ratio_to_gradient"] = (
@@ -162,7 +215,7 @@ def main() -> None:
             rows.append(row)
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
             console.print(
-                f"{mode:34} B={batch} N={length}  {row['ms']:8.2f} ms  {row['ms'] / reference:5.2f} ×  {row['peak_gib']:.1f} GiB"
+                f"{mode:34} B={batch} N={length}  {row['ms']:8.2f} ms  {row['ms'] / reference:5.2f} ×  {row['peak_gib']:.2f} GiB"
             )
             console.print(
                 "    " + "  ".join(f"{name} {value:.1f}" for name, value in row["ledger_ms"].items())

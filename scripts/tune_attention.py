@@ -34,6 +34,7 @@ def problem(
     from flashbob.kernels.column_pass import column_pass
     from flashbob.kernels.common import Problem
     from flashbob.kernels.row_pass import row_pass
+    from flashbob.kernels.tangent import tangent
 
     torch.manual_seed(0)
     q, k, v, do, u_q, u_k, u_v = (
@@ -46,6 +47,8 @@ def problem(
     o, lse = backend.forward(q, k, v, **options)
     if pass_name.startswith("backward"):
         return lambda: backward.backward(p, do, q, k, v, o, lse)
+    if pass_name == "tangent":
+        return lambda: tangent(p, u_q, u_k, u_v, q, k, v, o, lse)
     dq, _, _ = backend.backward(do, q, k, v, o, lse, **options)
     if pass_name == "row_pass":
         return lambda: row_pass(p, u_q, u_k, u_v, do, q, k, v, o, lse, dq)

@@ -9,7 +9,8 @@ of dx and dW, makes the logits again, beside their change M = U_x Wᵀ + x U_W�
 
     H = p ⊙ (M − Σ p M) / n        x̃ = H W + G U_W        W̃ = Hᵀ x + Gᵀ U_x
 
-which are ten products where storing the logits takes nine. On a CUDA device softmax, δ and H are one Triton kernel each, in
+which are ten products where storing the logits takes nine. The Hessian is symmetric: H's outputs with ẋ and Ẇ for U_x and U_W are
+also the tangents of dx and dW, which is forward over reverse. On a CUDA device softmax, δ and H are one Triton kernel each, in
 place; elsewhere they are PyTorch operations. Sums are fp32 (fp64 for fp64); dW and W̃ are summed over chunks in that.
 
 Nothing here is FlashBoB's; fusing the head with its loss is due to Liger-Kernel and others, which have no second derivative.
@@ -22,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import Function, forward_ad
 
 IGNORED = -100  # a target that counts for nothing, as in PyTorch
 _BLOCK = 4096  # logits that a program of the kernels works on at a time
@@ -36,15 +38,17 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size:
         targets: int64 [T], in [0, vocab_size) or -100, which is left out of the mean.
         chunk: tokens at a time.
 
-    Returns a scalar in fp32 (fp64 for fp64). Twice differentiable with respect to x and weight under `torch.autograd`, eager,
-    traced by `make_fx` or inside `torch.compile` (there once, as PyTorch's compiler allows).
+    Returns a scalar in fp32 (fp64 for fp64). Twice differentiable with respect to x and weight (reverse over reverse, forward
+    over reverse, reverse over forward), eager or traced by `make_fx`; inside `torch.compile` once, in reverse.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return _loss(x, weight, targets, vocab_size, chunk)
-    return _loss_and_gradient(x, weight, targets, vocab_size, chunk)[0]
+    if torch.compiler.is_compiling():
+        return _loss_and_gradient(x, weight, targets, vocab_size, chunk)[0]
+    return _Loss.apply(x, weight, targets, vocab_size, chunk)[0]
 
 
 @torch.library.custom_op("flashbob_train::loss", mutates_args=())
@@ -151,43 +155,98 @@ def _(u_x, u_w, c, x, weight, *_):
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _save(ctx, inputs, output):
-    x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
-    _, lse, dx, dw = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dx, dw, x, weight, targets, lse)
-
-
-def _first(ctx, c, *_):
-    if c is None:
-        return (None,) * 5
-    dx, dw = _scaled_gradient(c, *ctx.saved_tensors, ctx.vocab_size, ctx.chunk)
-    return dx, dw, None, None, None
-
-
-def _save_first(ctx, inputs, output):
-    *tensors, ctx.vocab_size, ctx.chunk = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-
-
-def _second(ctx, u_x, u_w):
-    if u_x is None and u_w is None:
-        return (None,) * 9
-    c, dx, dw, x, weight, targets, lse = ctx.saved_tensors
-    grad_c = sum((u.to(c.dtype) * d.to(c.dtype)).sum() for u, d in ((u_x, dx), (u_w, dw)) if u is not None)
-    grad_x, grad_w = _second_gradient(u_x, u_w, c, x, weight, targets, lse, ctx.vocab_size, ctx.chunk)
-    return grad_c, None, None, grad_x, grad_w, None, None, None, None
-
-
 def _refuse(ctx, *_):
     raise RuntimeError(
         "the chunked cross-entropy is differentiable twice, and a third derivative was asked for; set model.loss_chunk=null"
     )
 
 
-_loss_and_gradient.register_autograd(_first, setup_context=_save)
-_scaled_gradient.register_autograd(_second, setup_context=_save_first)
+class _SecondGradient(Function):
+    @staticmethod
+    def forward(*args):
+        return _second_gradient(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = jvp = staticmethod(_refuse)
+
+
+class _ScaledGradient(Function):
+    @staticmethod
+    def forward(*args):
+        return _scaled_gradient(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.vocab_size, ctx.chunk = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx, u_x, u_w):
+        if u_x is None and u_w is None:
+            return (None,) * 9
+        c, dx, dw, *rest = ctx.saved_tensors
+        grad_c = sum(
+            (u.to(c.dtype) * d.to(c.dtype)).sum() for u, d in ((u_x, dx), (u_w, dw)) if u is not None
+        )
+        grad_x, grad_w = _SecondGradient.apply(u_x, u_w, c, *rest, ctx.vocab_size, ctx.chunk)
+        return grad_c, None, None, grad_x, grad_w, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, t_c, t_dx, t_dw, t_x, t_w, *_):
+        # dx and dw are functions of x and weight: their tangents' share comes from these.
+        c, dx, dw, *rest = ctx.saved_tensors
+        numbers = ctx.vocab_size, ctx.chunk
+        if t_x is None and t_w is None:
+            return _ScaledGradient.apply(t_c, dx, dw, *rest, *numbers)
+        tangents = _SecondGradient.apply(t_x, t_w, c, *rest, *numbers)
+        if t_c is None:
+            return tangents
+        return tuple(
+            t + more for t, more in zip(tangents, _ScaledGradient.apply(t_c, dx, dw, *rest, *numbers))
+        )
+
+
+class _Loss(Function):
+    @staticmethod
+    def forward(*args):
+        return _loss_and_gradient(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
+        _, lse, dx, dw = output
+        ctx.mark_non_differentiable(lse, dx, dw)
+        ctx.set_materialize_grads(False)
+        saved = dx, dw, x, weight, targets, lse
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx, c, *_):
+        if c is None:
+            return (None,) * 5
+        dx, dw = _ScaledGradient.apply(c, *ctx.saved_tensors, ctx.vocab_size, ctx.chunk)
+        return dx, dw, None, None, None
+
+    @staticmethod
+    def jvp(ctx, t_x, t_w, *_):
+        _, _, x, *_ = ctx.saved_tensors
+        one = x.new_ones((), dtype=_wide(x))
+        gradients = _ScaledGradient.apply(one, *ctx.saved_tensors, ctx.vocab_size, ctx.chunk)
+        along = [
+            (g.to(one.dtype) * t.to(one.dtype)).sum() for g, t in zip(gradients, (t_x, t_w)) if t is not None
+        ]
+        return sum(along[1:], along[0]), None, None, None
+
+
+# The same formulas for operators in a graph that is differentiated: inside torch.compile, or traced.
+_loss_and_gradient.register_autograd(_Loss.backward, setup_context=_Loss.setup_context)
+_scaled_gradient.register_autograd(_ScaledGradient.backward, setup_context=_ScaledGradient.setup_context)
 _second_gradient.register_autograd(_refuse)
 
 

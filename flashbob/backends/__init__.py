@@ -1,11 +1,13 @@
-"""One module a backend, each with the same three functions (`math` alone is plain PyTorch and has no operators).
+"""One module a backend, each with the same four functions (`math` alone is plain PyTorch and has no operators).
 
     forward(q, k, v, **options)                                              -> (o, lse)
     backward(do, q, k, v, o, lse, **options)                                 -> (dq, dk, dv)
     backward_backward(u_q, u_k, u_v, do, q, k, v, o, lse, dq, **options)     -> (gradients of q, k, v, do)
+    tangent(t_q, t_k, t_v, q, k, v, o, lse, **options)                       -> (derivative of o along them)
 
 `options` are scale, is_causal, window_size, key_padding_mask, dropout_p and dropout_seed as in `sdpa_bob`, checked and with
-defaults filled in. u_q, u_k, u_v are the cotangents of dq, dk, dv; each may be None, which means zero and costs nothing.
+defaults filled in. u_q, u_k, u_v are the cotangents of dq, dk, dv, and t_q, t_k, t_v the tangents of q, k, v; each may be None,
+which means zero and costs nothing.
 """
 
 import torch

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from . import triton, with_strides_of
-from .triton import backward_backward
+from .triton import backward_backward, tangent
 
-__all__ = ["able", "backward", "backward_backward", "forward", "operator_names"]
+__all__ = ["able", "backward", "backward_backward", "forward", "operator_names", "tangent"]
 
 _aten = torch.ops.aten
 # name: (compute capability from which on it is taken, forward, backward), the best first

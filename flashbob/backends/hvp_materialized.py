@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..masking import causal_mask, dropout_keep_mask
 from . import with_strides_of
-from .hybrid import backward, forward
+from .hybrid import backward, forward, tangent
 
-__all__ = ["backward", "backward_backward", "forward"]
+__all__ = ["backward", "backward_backward", "forward", "tangent"]
 
 
 def backward_backward(

@@ -54,3 +54,18 @@ def backward_backward(
     grads = torch.func.vjp(first_backward, q, k, v, do)[1](cotangents)
     grad_q, grad_k, grad_v, grad_do = (with_strides_of(x, g) for x, g in zip((q, k, v, do), grads))
     return grad_q, grad_k, grad_v, grad_do
+
+
+def tangent(
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    **options: Any,
+) -> Tensor:
+    """As `triton` on CUDA, as `tiled` on a CPU."""
+    return _fast(q).tangent(t_q, t_k, t_v, q, k, v, o, lse, **options)

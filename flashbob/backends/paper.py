@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from . import triton
-from .triton import backward, forward
+from .triton import backward, forward, tangent
 
-__all__ = ["backward", "backward_backward", "forward"]
+__all__ = ["backward", "backward_backward", "forward", "tangent"]
 
 
 def backward_backward(

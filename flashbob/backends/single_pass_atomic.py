@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..kernels import baselines
 from ..kernels.common import Problem
-from .fused import backward, forward
+from .fused import backward, forward, tangent
 
-__all__ = ["backward", "backward_backward", "forward"]
+__all__ = ["backward", "backward_backward", "forward", "tangent"]
 
 
 def backward_backward(

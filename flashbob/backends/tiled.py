@@ -262,6 +262,43 @@ def backward_backward(
     return grad_q, grad_k, grad_v, grad_do
 
 
+def tangent(
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    **options,
+) -> Tensor:
+    """Derivative of O along (t_q, t_k, t_v), like q: Ȯ = (P ⊙ Ṡ) V + P V̇ − α O with Ṡ = τ (Q̇ Kᵀ + Q K̇ᵀ), α = Σ P Ṡ."""
+    problem = _Problem.of(q, k, **options)
+    t_o = torch.empty_like(q)
+    for rows in problem.row_blocks():
+        q_tile = problem.rows(q, rows)
+        alpha, acc = problem.row_zeros(rows, 1), problem.row_zeros(rows, q.shape[-1])
+        for keys in problem.key_blocks(rows):
+            k_tile = problem.keys(k, keys)
+            p = (problem.scores(q_tile, k_tile, rows, keys) - problem.rows(lse, rows)).exp_()
+            g = problem.dropout(rows, keys)
+            if t_v is not None:
+                acc += _dropped(p, g) @ problem.keys(t_v, keys)
+            if t_q is None and t_k is None:
+                continue
+            t_s = torch.zeros_like(p)
+            if t_q is not None:
+                t_s += problem.rows(t_q, rows) @ k_tile.mT
+            if t_k is not None:
+                t_s += q_tile @ problem.keys(t_k, keys).mT
+            t_p = t_s.mul_(problem.scale).mul_(p)
+            alpha += t_p.sum(-1, keepdim=True)
+            acc += _dropped(t_p, g) @ problem.keys(v, keys)
+        problem.store_rows(t_o, rows, acc - alpha * problem.rows(o, rows))
+    return t_o
+
+
 def _delta(do: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
     """D_i = ⟨dO_i, O_i⟩, [B, H, N_q]."""
     return (do.to(dtype) * o.to(dtype)).sum(-1)

@@ -12,6 +12,7 @@ from ..kernels import forward as _forward
 from ..kernels.column_pass import column_pass
 from ..kernels.common import Problem
 from ..kernels.row_pass import row_pass
+from ..kernels.tangent import tangent as _tangent
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -51,3 +52,21 @@ def backward_backward(
     grad_q, grad_do, vectors = row_pass(problem, u_q, u_k, u_v, do_, q, k, v, o, lse, dq)
     grad_k, grad_v = column_pass(problem, u_q, u_k, u_v, do_, q, k, v, vectors)
     return grad_q, grad_k, grad_v, grad_do.to(do.dtype)
+
+
+def tangent(
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    **options,
+) -> Tensor:
+    """Derivative of O along (t_q, t_k, t_v), like q."""
+    if t_q is None and t_k is None and t_v is None:
+        return torch.zeros_like(q)
+    t_q, t_k, t_v = (None if t is None else t.to(q.dtype) for t in (t_q, t_k, t_v))
+    return _tangent(Problem.of(q, k, **options), t_q, t_k, t_v, q, k, v, o, lse)

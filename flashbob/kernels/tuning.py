@@ -80,6 +80,11 @@ _TABLE[9, 0] = {
         (128, 2): _entry(32, 128, 8, 2, measured=True),
         (256, 2): _entry(16, 32, 8, 2),
     },
+    "tangent": {  # compile without spills
+        (64, 2): _entry(64, 64, 4, 2),
+        (128, 2): _entry(64, 32, 4, 3),
+        (256, 2): _entry(32, 32, 8, 2),
+    },
 }
 
 # Nobody has run these there. They compile for sm_80, sm_86 and sm_100 (triton 3.6) with next to no spills, in at most 96 KiB.
@@ -108,6 +113,11 @@ _UNMEASURED = {
         (64, 2): _entry(32, 64, 8, 1),
         (128, 2): _entry(32, 32, 8, 1),
         (256, 2): _entry(16, 32, 8, 2),
+    },
+    "tangent": {
+        (64, 2): _entry(64, 32, 4, 2),
+        (128, 2): _entry(32, 32, 4, 2),
+        (256, 2): _entry(32, 32, 8, 1),
     },
 }
 for _capability in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3)):
@@ -203,14 +213,28 @@ def _fallbacks(head_dim: int, itemsize: int) -> list[dict]:
 # --- the search ---------------------------------------------------------------------------------------------
 
 
-SEARCHED = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass")
+SEARCHED = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass", "tangent")
 
 
 def candidates(pass_name: str, head_dim: int) -> list[tuple[int, int, int, int]]:
     """(rows, keys, warps, stages) within what registers may hold: fp32 sums and score tiles."""
     by_keys = pass_name in ("column_pass", "backward_keys")
-    sums = {"forward": 1, "backward_rows": 1, "backward_keys": 2, "row_pass": 3, "column_pass": 2}
-    scores = {"forward": 2, "backward_rows": 3, "backward_keys": 3, "row_pass": 4, "column_pass": 4}
+    sums = {
+        "forward": 1,
+        "backward_rows": 1,
+        "backward_keys": 2,
+        "row_pass": 3,
+        "column_pass": 2,
+        "tangent": 1,
+    }
+    scores = {
+        "forward": 2,
+        "backward_rows": 3,
+        "backward_keys": 3,
+        "row_pass": 4,
+        "column_pass": 4,
+        "tangent": 3,
+    }
     found = []
     for held, streamed, warps, stages in itertools.product(
         (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.func import grad, jacfwd, jvp, vmap
+from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashbob import operators, sdpa_bob, set_backend
@@ -134,7 +134,7 @@ def test_compile_without_graph_break(tensors, options, compiler):
     torch.testing.assert_close(gradient(compiled), expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "backward_backward"])
+@pytest.mark.parametrize("name", ["forward", "backward", "backward_backward", "tangent"])
 def test_operators_are_registered_correctly(tensors, name):
     q, k, v, do = tensors
     tail = (OPTIONS[3]["key_padding_mask"], None, 0.25, True, 7, 0.0, "tiled")
@@ -144,6 +144,7 @@ def test_operators_are_registered_correctly(tensors, name):
         "forward": (q, k, v),
         "backward": (do, q, k, v, o, lse),
         "backward_backward": (q, None, v, do, q, k, v, o, lse, dq),
+        "tangent": (q, None, v, q, k, v, o, lse),
     }[name]
     arguments = tuple(
         x.detach().requires_grad_(name != "backward_backward") if x is not None else x for x in arguments
@@ -163,40 +164,16 @@ def test_third_derivative_raises(tensors):
         grad(square(square(lambda q: loss(q, k, v))))(q)
 
 
-class TestForwardMode:
-    """Each of these gives zeros, or no tangent, through a naively registered operator."""
+class TestCompiledForwardMode:
+    """Each of these gives zeros, or no tangent, through a naively registered operator. Eager: test_forward_mode.py."""
 
-    raises = pytest.raises(NotImplementedError, match="no forward-mode derivative")
+    raises = pytest.raises(NotImplementedError, match=r"no forward-mode derivative .* under torch\.compile")
 
-    def test_jvp(self, tensors):
+    def test_compiled_jvp_breaks_the_graph(self, tensors):
+        """The refusal is raised while tracing, and what cannot be traced runs eagerly."""
         q, k, v, z = tensors
-        with self.raises:
-            jvp(lambda q: loss(q, k, v), (q,), (z,))
-
-    def test_jvp_of_the_gradient(self, tensors):
-        q, k, v, z = tensors
-        with self.raises:
-            jvp(grad(lambda q: loss(q, k, v)), (q,), (z,))
-
-    def test_jvp_of_the_gradient_in_values(self, tensors):
-        q, k, v, _ = tensors
-        with self.raises:
-            jvp(grad(lambda v: loss(q, k, v)), (v,), (v,))
-
-    def test_jacfwd(self, tensors):
-        q, k, v, _ = tensors
-        with self.raises:
-            jacfwd(lambda q: loss(q, k, v))(q)
-
-    def test_dual_tensor(self, tensors):
-        q, k, v, z = tensors
-        with forward_ad.dual_level(), self.raises:
-            sdpa_bob(forward_ad.make_dual(q, z), k, v)
-
-    def test_compiled_jvp(self, tensors):
-        q, k, v, z = tensors
-        with self.raises:
-            torch.compile(lambda q: jvp(lambda q: loss(q, k, v), (q,), (z,)), backend="aot_eager")(q)
+        compiled = torch.compile(lambda q: jvp(lambda q: loss(q, k, v), (q,), (z,)), backend="aot_eager")
+        assert_equals_math(lambda: compiled(q))
 
     def test_compiled_jvp_without_graph_break(self, tensors):
         q, k, v, z = tensors
@@ -216,12 +193,6 @@ class TestForwardMode:
             compiled(q)
         with forward_ad.dual_level(), self.raises:
             compiled(forward_ad.make_dual(q, z))
-
-    def test_tangent_of_padding_free_constant_attention_is_allowed(self, tensors):
-        """Attention of constants inside a forward-mode region is no derivative of it."""
-        q, k, v, z = tensors
-        value, tangent = jvp(lambda x: (x * sdpa_bob(q, k, v)).sum(), (z,), (z,))
-        torch.testing.assert_close(value, tangent)
 
 
 def test_compiled_func_grad_raises(tensors):

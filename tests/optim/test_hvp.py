@@ -1,4 +1,5 @@
 import gc
+import itertools
 import warnings
 import weakref
 
@@ -149,11 +150,11 @@ def test_errors_name_what_is_wrong():
 # --- HessianVectorProduct: one pass of a model, compiled -------------------------------------------------
 
 
-def tiny_gpt(dtype=torch.float64):
+def tiny_gpt(dtype=torch.float64, layers=2):
     from train.model import GPT, GPTConfig, attention_function
 
     torch.manual_seed(0)
-    return GPT(GPTConfig(16, 50, 2, 2, 32), attention_function("tiled")).to(dtype)
+    return GPT(GPTConfig(16, 50, layers, 2, 32), attention_function("tiled")).to(dtype)
 
 
 def gpt_loss(model, tokens, targets):
@@ -178,12 +179,13 @@ def assert_close(got, expected, tolerance):
         assert (x - y).norm() <= tolerance * y.norm() + tolerance
 
 
-def test_compiled_product_is_the_eager_one_with_tied_frozen_and_unused_parameters():
-    model = tiny_gpt()
+@pytest.mark.parametrize("method", ["reverse", "forward"])
+def test_compiled_product_is_the_eager_one_with_tied_frozen_and_unused_parameters(method):
+    model = tiny_gpt(layers={"reverse": 2, "forward": 1}[method])
     model.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     frozen = next(p for name, p in model.named_parameters() if name.endswith("c_fc.weight"))
     frozen.requires_grad_(False)
-    compiled = HessianVectorProduct(model, gpt_loss)
+    compiled = HessianVectorProduct(model, gpt_loss, method=method)
     assert (
         len(compiled.params) == len({id(p) for p in model.parameters()}) - 1
     )  # tied once, frozen not at all
@@ -207,29 +209,65 @@ def test_compiled_product_is_the_eager_one_with_tied_frozen_and_unused_parameter
     assert len(compiled.trace_s) == 1
 
 
+def test_forward_over_reverse_is_reverse_over_reverse_with_tied_frozen_and_unused_parameters():
+    """Eager. A parameter that the loss is linear in, and buffers, are in it too."""
+    model = tiny_gpt()
+    model.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.linear = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    next(p for name, p in model.named_parameters() if name.endswith("c_fc.weight")).requires_grad_(False)
+    loss = lambda m, x, y: m(x, y)[1] + m.linear @ m.weights  # noqa: E731
+    hvp = HessianVectorProduct(model, loss, compile=False, method="forward")
+    z = [torch.randn_like(p) for p in hvp.params]
+    got = hvp(z, *batch())
+    value = loss(model, *batch())
+    assert_close(got, (value.detach(), *hessian_vector_product(value, hvp.params, z)), 1e-12)
+    assert all(not x.requires_grad for x in (got[0], *got[1], *got[2]))
+    assert all(not torch.autograd.forward_ad.unpack_dual(p).tangent for p in hvp.params)
+
+
+def test_forward_over_reverse_names_what_has_no_forward_mode():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g * ctx.saved_tensors[0]
+
+    model = nn.Linear(3, 1)
+    loss = lambda m, x: Square.apply(m(x)).sum()  # noqa: E731
+    hvp = HessianVectorProduct(model, loss, compile=False, method="forward")
+    with pytest.raises(RuntimeError, match="forward mode AD"):
+        hvp([torch.ones_like(p) for p in hvp.params], torch.ones(2, 3))
+
+
 def test_autocast_is_the_eager_one():
     model = tiny_gpt(torch.float32)
     z = None
     results = []
-    for compile in (False, True):
-        hvp = HessianVectorProduct(model, gpt_loss, compile=compile)
+    for compile, method in ((False, "reverse"), (True, "reverse"), (False, "forward")):
+        hvp = HessianVectorProduct(model, gpt_loss, compile=compile, method=method)
         z = z or [torch.randn_like(p) for p in hvp.params]
         with torch.autocast("cpu", torch.bfloat16):
             results.append(hvp(z, *batch()))
     exact = HessianVectorProduct(model.double(), gpt_loss, compile=False)([x.double() for x in z], *batch())
-    eager, compiled = results
+    eager, *others = results
     # bf16 rounds at 4e-3; what the compiler fuses it does not round in between, which is no worse.
-    for part in (1, 2):
+    for part, other in itertools.product((1, 2), others):
         norm = torch.stack([y.norm() for y in exact[part]]).norm()
         errors = [
             torch.stack([(x - y).norm() for x, y in zip(r[part], exact[part])]).norm() / norm
-            for r in (eager, compiled)
+            for r in (eager, other)
         ]
         assert errors[0] < 0.05 and errors[1] < 1.2 * errors[0]
-    assert eager[0].dtype == compiled[0].dtype == torch.float32
+    assert all(r[0].dtype == torch.float32 for r in results)
 
 
-def test_a_transformers_model():
+@pytest.mark.parametrize("method", ["reverse", "forward"])
+def test_a_transformers_model(method):
     """GPT-2 of transformers with eager attention. Its loss is computed in fp32 whatever the weights are."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -237,13 +275,15 @@ def test_a_transformers_model():
     config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_implementation="eager",
                         bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
     model = GPT2LMHeadModel(config).double()
-    hvp = HessianVectorProduct(model, lambda m, x: m(input_ids=x, labels=x, use_cache=False).loss)
+    compile = method == "reverse"
+    loss = lambda m, x: m(input_ids=x, labels=x, use_cache=False).loss  # noqa: E731
+    hvp = HessianVectorProduct(model, loss, compile=compile, method=method)
     z = [torch.randn_like(p) for p in hvp.params]
     x = batch()[0]
     got = hvp(z, x)
-    assert len(hvp.compile_s) == 1
-    loss = model(input_ids=x, labels=x, use_cache=False).loss
-    assert_close(got, (loss.detach(), *hessian_vector_product(loss, hvp.params, z)), 1e-6)
+    assert len(hvp.compile_s) == compile
+    value = loss(model, x)
+    assert_close(got, (value.detach(), *hessian_vector_product(value, hvp.params, z)), 1e-6)
 
 
 def test_shapes_that_were_not_prepared_run_eagerly_if_asked():
@@ -277,6 +317,8 @@ def test_errors_of_the_class():
     model = tiny_gpt()
     with pytest.raises(ValueError, match="on_new_shape must be 'compile' or 'eager', got 'never'"):
         HessianVectorProduct(model, gpt_loss, on_new_shape="never")
+    with pytest.raises(ValueError, match="method must be 'reverse' or 'forward', got 'both'"):
+        HessianVectorProduct(model, gpt_loss, method="both")
     with pytest.raises(ValueError, match=r"params\[0\] is not a parameter of GPT"):
         HessianVectorProduct(model, gpt_loss, params=[torch.nn.Parameter(torch.ones(1))])
     hvp = HessianVectorProduct(model, lambda m, x, y: m(x, y)[0], compile=False)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import grad, jvp
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from optim import HessianVectorProduct
@@ -54,8 +55,34 @@ def test_both_derivatives_equal_pytorchs(chunk, ignored, used):
 def test_against_finite_differences():
     x, weight, targets = inputs(tokens=5, dim=3)
     function = lambda x, w: linear_cross_entropy(x, w, targets, VOCAB, 2)  # noqa: E731
-    torch.autograd.gradcheck(function, (x, weight))
-    torch.autograd.gradgradcheck(function, (x, weight))
+    torch.autograd.gradcheck(function, (x, weight), check_forward_ad=True)
+    torch.autograd.gradgradcheck(function, (x, weight), check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])
+def test_forward_mode_equals_pytorchs(used):
+    """Of the loss (with and without a graph of it), over its gradient, and under reverse; squared, so that c has a tangent."""
+    *tensors, targets = inputs()
+    points, tangents = (
+        tuple(tensors[i].detach() for i in used),
+        tuple(torch.randn_like(tensors[i]) for i in used),
+    )
+
+    def results(loss):
+        def square(*given):
+            full = [x.detach() for x in tensors]
+            for i, x in zip(used, given):
+                full[i] = x
+            return loss(*full, targets) ** 2
+
+        along = lambda *points: jvp(square, points, tangents)[1]  # noqa: E731
+        argnums = tuple(range(len(used)))
+        with torch.no_grad():
+            forward = jvp(square, points, tangents)
+        return forward, jvp(grad(square, argnums), points, tangents), grad(along, argnums)(*points)
+
+    got = results(lambda *t: linear_cross_entropy(*t, VOCAB, 6))
+    torch.testing.assert_close(got, results(plain), rtol=1e-11, atol=1e-13)
 
 
 def test_the_losss_own_cotangent_is_differentiated():
@@ -89,6 +116,10 @@ def test_a_third_derivative_is_refused():
     second = torch.autograd.grad(first.square().sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="third derivative"):
         torch.autograd.grad(second.sum(), x)
+    loss = lambda x: linear_cross_entropy(x, weight.detach(), targets, VOCAB, 6)  # noqa: E731
+    along = lambda f: lambda x: jvp(f, (x,), (x,))[1]  # noqa: E731
+    with pytest.raises(RuntimeError, match="third derivative"):
+        along(along(grad(loss)))(x.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -116,13 +147,13 @@ def models(dtype=torch.float64):
     return one, two, torch.randint(VOCAB, (2, 16)), torch.randint(VOCAB, (2, 16))
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_hessian_vector_products_of_a_model_with_tied_weights(compile):
+@pytest.mark.parametrize("compile,method", [(False, "reverse"), (True, "reverse"), (False, "forward")])
+def test_hessian_vector_products_of_a_model_with_tied_weights(compile, method):
     one, two, tokens, targets = models()
     loss = lambda m, x, y: m(x, y)[1]  # noqa: E731
     vectors = [torch.randn_like(p) for p in one.parameters()]
     expected = HessianVectorProduct(one, loss, compile=False)(vectors, tokens, targets)
-    got = HessianVectorProduct(two, loss, compile=compile)(vectors, tokens, targets)
+    got = HessianVectorProduct(two, loss, compile=compile, method=method)(vectors, tokens, targets)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
