@@ -39,6 +39,7 @@ class Mode(NamedTuple):
     chunked: bool = False  # the loss: LOSS_CHUNK tokens of logits at a time
     cuda_graph: bool = False
     method: Literal["reverse", "forward"] = "reverse"
+    recomputed: bool = False  # blocks: activation checkpointing, and compiled, if they are, one by one
 
 
 LOSS_CHUNK = 4096
@@ -60,6 +61,9 @@ MODES = {
     "hvp-forward-over-reverse-chunked-graph": Mode(
         "auto", True, compiled=True, chunked=True, cuda_graph=True, method="forward"
     ),
+    "hvp-recomputed-eager": Mode("auto", True, chunked=True, recomputed=True),
+    "hvp-recomputed-compiled": Mode("auto", True, compiled=True, chunked=True, recomputed=True),
+    "hvp-recomputed-graph": Mode("auto", True, compiled=True, chunked=True, cuda_graph=True, recomputed=True),
     "hvp-hybrid-eager": Mode("hybrid", True),
     "hvp-math-eager": Mode("math", True),
 }
@@ -81,7 +85,7 @@ GROUPS = {  # of kernels, by what their names hold; the first that fits
 
 def prepare(mode: str, model_name: str, batch: int, length: int, device: str) -> Callable[[], Any]:
     """A function that runs one pass; compiled already."""
-    attention, second, compiled, chunked, cuda_graph, method = MODES[mode]
+    attention, second, compiled, chunked, cuda_graph, method, recomputed = MODES[mode]
     c = OmegaConf.load(Path(__file__).resolve().parent.parent / "configs" / "model" / f"{model_name}.yaml")
     torch.manual_seed(0)
     with torch.device(device):
@@ -93,6 +97,7 @@ def prepare(mode: str, model_name: str, batch: int, length: int, device: str) ->
                 c.num_heads,
                 c.embed_dim,
                 loss_chunk=LOSS_CHUNK if chunked else None,
+                recompute_blocks=recomputed,
             ),
             attention_function(attention),
         )
