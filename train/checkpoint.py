@@ -113,7 +113,7 @@ def gather_fully_sharded(
     """The whole states of both, on the CPU of rank 0 and empty on the others. A collective, tensor by tensor."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
-    by_name = get_optimizer_state_dict(model, optimizer, options=options)
+    by_name: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     if not weights:
         return {}, {}
     first_name: dict[torch.Tensor, str] = {}
@@ -138,7 +138,7 @@ def restore_fully_sharded(
     set_model_state_dict(model, weights, options=options)
     name_of = {p: name for name, p in model.named_parameters()}
     names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
-    by_name = {
+    by_name: dict[str, Any] = {
         "state": {names[number]: values for number, values in states["state"].items()},
         "param_groups": [
             {**group, "params": [names[number] for number in group["params"]]}

@@ -87,11 +87,21 @@ def start(world: World, device: "torch.device") -> None:
     """Join the process group when there is more than one rank: NCCL on GPUs, gloo on CPUs and for Python objects."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if os.environ.get("GROUP_WORLD_SIZE") != "1":
+            dist.init_process_group(backend)
+            return
+        # torchrun gives ranks that it restarts the store of those that have died, with their addresses in it: read
+        # another part of it in each life. Of several nodes each counts lives of its own (docs/distributed.md).
+        store, _, _ = next(rendezvous("env://"))
+        life = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=life, rank=world.rank, world_size=world.size)
 
 
 def shutdown() -> None:

@@ -1,8 +1,9 @@
 """Several trainings, one after the other, by one set of ranks: `torchrun … -m tests.train.jobs JOBS.json`.
 
-JOBS.json is a list of {"name": …, "overrides": […], "fault": …}. Each job writes its run directory, `name`, and beside it
-what every rank has measured, `name.RANK.json`. A fault, {"kind": …, "rank": …, "step": …}, befalls a rank after a step:
-"kill" and "raise" end it, in the first life of the ranks alone; anything else names what it changes by one ulp.
+JOBS.json is a list of {"name": …, "overrides": […], "faults": […]}. Each job writes its run directory, `name`, and beside
+it what every rank has measured, `name.RANK.json`. A fault, {"kind": …, "rank": …, "step": …, "life": …}, befalls a rank
+after a step, in a life of its that torchrun counts from 0: "kill" and "raise" end it; anything else names what it changes
+by one ulp.
 """
 
 import json
@@ -23,8 +24,8 @@ from train.trainer import Trainer, TrainingStopped
 def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         trainer = build_trainer(*job["overrides"], f"run.dir={job['name']}")
-        if job.get("fault"):
-            befall(trainer, **job["fault"])
+        for fault in job["faults"]:
+            befall(trainer, **fault)
         measured: dict[str, Any] = {"stopped": ""}
         try:
             trainer.run()
@@ -44,8 +45,8 @@ def main() -> None:
     distributed.shutdown()
 
 
-def befall(trainer: Trainer, kind: str, rank: int, step: int) -> None:
-    if trainer.world.rank != rank or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+def befall(trainer: Trainer, kind: str, rank: int, step: int, life: int = 0) -> None:
+    if (trainer.world.rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"])) != (rank, life):
         return
     take_step = trainer._take_step
 

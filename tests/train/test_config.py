@@ -40,6 +40,15 @@ WRONG = {
     ("optim.hessian_batch_size=32",): (
         "optim.hessian_batch_size=32 exceeds train.global_batch_size=16; give at most the whole batch"
     ),
+    ("train.shard=zero3",): "train.shard=zero3: expected one of none, zero1, fsdp2",
+    ("train.shard=fsdp2",): (
+        "optim.name=sophia differentiates gradients, and the gradients of train.shard=fsdp2 have no graph; "
+        "use train.shard=zero1, which shares out the optimizer's states"
+    ),
+    ("arm=adamw", "train.shard=fsdp2", "train.check_ranks_every=1"): (
+        "train.check_ranks_every=1 compares what every rank holds alike, and with train.shard=fsdp2 nothing is; "
+        "give 0, or train.shard=none or zero1"
+    ),
     ("optim.betas=[0.9,1.0]",): "optim.betas=[0.9, 1.0]: expected two numbers in [0, 1)",
     ("optim.probe=uniform",): "optim.probe=uniform: expected one of gaussian, rademacher",
     ("optim.min_lr=1",): "optim.min_lr=1 exceeds optim.lr=",

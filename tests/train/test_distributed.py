@@ -26,8 +26,20 @@ def arm(name: str) -> tuple[str, ...]:
     return (f"arm={name}", *(("optim.hessian_interval=3",) if name != "adamw" else ()))
 
 
-def job(name: str, *overrides: str, fault: dict | None = None) -> dict:
-    return {"name": name, "overrides": [*SETTING, *overrides], "fault": fault}
+# What befalls one rank of the run `apart`, by world size, and what is then said.
+APART = {
+    2: ("parameter", 1, "zero1", "h.1.mlp.c_fc.bias of rank 1 is not that of rank 0"),
+    4: (
+        "momentum",
+        0,
+        "none",
+        "the optimizer's momentum of h.1.mlp.c_fc.bias of rank 0 is not that of rank 1",
+    ),
+}
+
+
+def job(name: str, *overrides: str, faults: tuple[dict, ...] = ()) -> dict:
+    return {"name": name, "overrides": [*SETTING, *overrides], "faults": faults}
 
 
 def run(jobs: list[dict], folder: Path, processes: int, *options: str, expect: int = 0) -> str:
@@ -64,6 +76,10 @@ def worlds(tmp_path_factory):
                 for name, shards in SHARDS.items()
                 for shard in shards
             ]
+            kind, rank, shard, _ = APART[size]
+            every_two = ("train.check_ranks_every=2", f"train.shard={shard}")
+            fault = {"kind": kind, "rank": rank, "step": 6}
+            jobs.append(job("apart", *arm("sophia-flashbob"), *every_two, faults=(fault,)))
         run(jobs, folder / str(size), size)
     return {size: folder / str(size) for size in WORLDS}
 
@@ -175,60 +191,36 @@ def test_a_checkpoint_is_that_of_one_process(name, worlds):
 # --- ranks that come apart, and ranks that fail -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("processes", "kind", "fault_rank", "shard", "line"),
-    [
-        (2, "parameter", 1, "zero1", "h.1.mlp.c_fc.bias of rank 1 is not that of rank 0"),
-        (
-            3,
-            "momentum",
-            0,
-            "none",
-            "the optimizer's momentum of h.1.mlp.c_fc.bias of rank 0 is not that of rank 1",
-        ),
-    ],
-)
-def test_ranks_that_have_come_apart_stop(processes, kind, fault_rank, shard, line, tmp_path):
-    run(
-        [
-            job(
-                "run", *arm("sophia-flashbob"), "train.check_ranks_every=2", "train.global_batch_size=12",
-                f"train.shard={shard}", fault={"kind": kind, "rank": fault_rank, "step": 6},
-            )
-        ],
-        tmp_path, processes,
-    )  # fmt: skip
-    for rank in measured(tmp_path, "run", processes):
+@pytest.mark.parametrize("size", APART)
+def test_ranks_that_have_come_apart_stop(size, worlds):
+    *_, line = APART[size]
+    for rank in measured(worlds[size], "apart", size):
         assert rank["stopped"].startswith(f"step 6: the ranks have come apart: {line}. No checkpoint")
-    assert [path.stem for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000004"]
+    assert [path.stem for path in list_checkpoints(worlds[size] / "apart" / "checkpoints")] == [
+        "step-00000004"
+    ]
 
 
-def test_torchrun_restarts_ranks_from_the_last_checkpoint(worlds, tmp_path):
-    fault = {"kind": "kill", "rank": 1, "step": 6}
-    jobs = [job("run", *arm("sophia-flashbob"), "train.shard=zero1", fault=fault)]
-    printed = run(jobs, tmp_path, 2, "--max-restarts=1")
-    assert "continues after step 4" in printed
-    for key in ("step", "train/loss", "val/loss", "train/grad_norm", "hessian/norm"):
-        assert series(tmp_path / "run", key) == series(worlds[2] / "sophia-flashbob-zero1", key)
-
-
-def test_the_error_of_a_rank_ends_the_job_and_is_shown(tmp_path):
-    jobs = [job("run", *arm("adamw"), fault={"kind": "raise", "rank": 1, "step": 6})]
-    printed = run(jobs, tmp_path, 2, expect=1)
-    assert "RuntimeError: a fault of rank 1" in printed and "Traceback" in printed
-    assert [path.stem for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000004"]
-
-
-def test_a_compiled_model_over_ranks(tmp_path):
-    """DDP's buckets cut the compiled graph. C++ sums in another order: fp32 rounding, which four steps amplify."""
-    small = (
-        *arm("sophia-flashbob"),
-        *MIXED,
-        *FP32,
-        "train.max_steps=4",
-        "model.num_layers=1",
-        "train.shard=zero1",
+def test_torchrun_restarts_ranks_from_the_last_checkpoint_and_shows_the_error_that_ends_them(
+    worlds, tmp_path
+):
+    faults = (
+        {"kind": "kill", "rank": 1, "step": 6, "life": 0},
+        {"kind": "raise", "rank": 1, "step": 10, "life": 1},
     )
-    run([job(c, *small, f"train.compile={c}") for c in ("false", "true")], tmp_path, 2)
-    eager, compiled = (series(tmp_path / c, "train/loss") for c in ("false", "true"))
-    assert compiled == pytest.approx(eager, rel=1e-4)
+    jobs = [job("run", *arm("sophia-flashbob"), "train.shard=zero1", faults=faults)]
+    printed = run(jobs, tmp_path, 2, "--max-restarts=1", expect=1)
+    assert "continues after step 4" in printed
+    assert "RuntimeError: a fault of rank 1" in printed
+    steps = [path.stem for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert steps == ["step-00000004", "step-00000008"]
+    undisturbed = worlds[2] / "sophia-flashbob-zero1"
+    for key in ("step", "train/loss", "train/grad_norm", "hessian/norm"):
+        assert series(tmp_path / "run", key)[:9] == series(undisturbed, key)[:9]
+
+
+def test_a_compiled_model_over_ranks(worlds, tmp_path):
+    """DDP's buckets cut the compiled graph. C++ sums in another order: fp32 rounding, as between worlds."""
+    run([job("run", *arm("adamw"), *FP32, "train.compile=true", "train.shard=zero1")], tmp_path, 2)
+    eager = series(worlds[2] / "adamw-fp32", "train/loss")
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(eager, rel=1e-4)
