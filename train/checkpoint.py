@@ -138,7 +138,7 @@ def restore_fully_sharded(
     set_model_state_dict(model, weights, options=options)
     name_of = {p: name for name, p in model.named_parameters()}
     names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
-    by_name = {
+    by_name: dict[str, Any] = {
         "state": {names[number]: values for number, values in states["state"].items()},
         "param_groups": [
             {**group, "params": [names[number] for number in group["params"]]}

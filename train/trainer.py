@@ -270,9 +270,8 @@ class Trainer:
                     "hessian/negative_fraction": statistics["negative_hessian_fraction"],
                     "train/momentum_norm": statistics["momentum_norm"],
                 }
-        self.model.zero_grad(
-            set_to_none=self.data_parallel is None
-        )  # DDP's gradients stay views of its buckets
+        # DDP's gradients stay views of its buckets.
+        self.model.zero_grad(set_to_none=self.data_parallel is None)
 
         self._synchronize()
         row["time/step_s"] = time.perf_counter() - start
@@ -288,10 +287,11 @@ class Trainer:
         """Leave the global batch's mean gradient in `.grad`; returns this rank's sum of losses and, on a Hessian step,
         the estimate of the Hessian's diagonal. The first rounds give the estimate; how is `optim.hessian_gradient`.
 
-        Between ranks the gradients travel once a step. What `.grad` holds before the last backward pass, of ordinary rounds
-        and of Hessian rounds that share their gradients, is this rank's own sum. In that pass DDP averages the whole of each
-        `.grad` as soon as the pass has added its part, so the result is the mean over all rounds and ranks, whatever made
-        them, up to the order of sums. A step of Hessian rounds alone has no such pass: it averages at its end.
+        Between ranks the gradients travel once a step (with FSDP2 each round, so that no whole gradient stays). What `.grad`
+        holds before the last backward pass, of ordinary rounds and of Hessian rounds that share their gradients, is this
+        rank's own sum. In that pass DDP averages the whole of each `.grad` as soon as the pass has added its part, so the
+        result is the mean over all rounds and ranks, whatever made them, up to the order of sums. A step of Hessian rounds
+        alone has no such pass: it averages at its end.
         """
         optim = self.config.optim
         hessian_rounds = self.hessian_rounds if is_hessian_step else 0

@@ -111,3 +111,21 @@ def kill_everything_in(folder: Path) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
         except (OSError, PermissionError):
             continue  # it has ended meanwhile, or is somebody else's
+
+
+def build_trainer(*overrides: str):
+    """A Trainer of this process, for what no command line can bring about."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from train.config import build_config
+    from train.main import register_resolvers
+    from train.trainer import Trainer
+
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        values = OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    values["run"]["name"] = "run"
+    return Trainer(build_config(values))

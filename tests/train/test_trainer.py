@@ -21,6 +21,7 @@ from tests.train.launch import (
     ROOT,
     SMALL,
     SOPHIA,
+    build_trainer,
     command,
     environment,
     kill_everything_in,
@@ -376,26 +377,6 @@ def test_a_loss_that_is_not_finite(processes, tmp_path):
     assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
 
 
-def in_process(tmp_path: Path, *overrides: str):
-    """A Trainer of this process, for what no command line can bring about."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
-    from train.config import build_config
-    from train.main import register_resolvers
-    from train.trainer import Trainer
-
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        values = OmegaConf.to_container(
-            compose("train", [*SMALL, *overrides, f"run.dir={tmp_path}"]), resolve=True
-        )
-    assert isinstance(values, dict)
-    values.pop("hydra", None)
-    values["run"]["name"] = "run"
-    return Trainer(build_config(values))
-
-
 @pytest.mark.parametrize("gradient", ["shared", "separate"])
 def test_a_hessian_estimate_that_is_not_finite(gradient, tmp_path, monkeypatch):
     from optim import HutchinsonEstimator
@@ -410,13 +391,15 @@ def test_a_hessian_estimate_that_is_not_finite(gradient, tmp_path, monkeypatch):
 
     monkeypatch.setattr(HutchinsonEstimator, "reduce", broken)
     arguments = (*SOPHIA, f"optim.hessian_gradient={gradient}")
-    trainer = in_process(tmp_path / "stop", *arguments)
+    trainer = build_trainer(*SMALL, *arguments, f"run.dir={tmp_path / 'stop'}")
     before = [p.detach().clone() for p in trainer.params]
     with pytest.raises(TrainingStopped, match="step 1: the Hessian estimate is not finite"):
         trainer.run()
     assert all(torch.equal(p, q) for p, q in zip(trainer.params, before))
 
-    trainer = in_process(tmp_path / "skip", *arguments, "optim.on_nonfinite=skip", "train.max_steps=4")
+    trainer = build_trainer(
+        *SMALL, *arguments, "optim.on_nonfinite=skip", "train.max_steps=4", f"run.dir={tmp_path / 'skip'}"
+    )
     trainer.run()
     recorded = rows(tmp_path / "skip")
     assert [row["step"] for row in recorded if row.get("hessian/skipped")] == [1, 4]
