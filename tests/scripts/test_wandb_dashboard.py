@@ -12,8 +12,7 @@ from wandb_workspaces.workspaces.internal import WorkspaceViewspec
 
 from scripts.wandb_dashboard import specification, workspace
 from tests.scripts.wandb_server import wandb_server
-from tests.train.launch import ROOT, SOPHIA, environment, rows
-from tests.train.test_trainer import in_process
+from tests.train.launch import ROOT, SMALL, SOPHIA, build_trainer, environment, rows
 
 
 def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -26,7 +25,7 @@ def test_each_metric_is_logged_by_the_trainer(tmp_path, monkeypatch):
 
     # MFU is logged on devices whose peak is known; this one's is made up, and the trainer does the rest.
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
-    in_process(tmp_path, *SOPHIA, "train.max_steps=2", "train.eval_every=1").run()
+    build_trainer(*SMALL, *SOPHIA, "train.max_steps=2", "train.eval_every=1", f"run.dir={tmp_path}").run()
     logged = {key for row in rows(tmp_path) for key in row}
     shown = panels(specification(workspace("entity", "project", "name")))
     used = {metric for panel in shown for metric in [*panel["metrics"], panel["xAxis"]]}
