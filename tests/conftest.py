@@ -15,3 +15,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def backend_of_its_own():
+    """A model's attention is chosen for the whole process; the next test starts with the default."""
+    import flashbob  # not earlier: it imports triton, which reads the environment then
+
+    yield
+    flashbob.set_backend("auto")

@@ -166,14 +166,6 @@ def batch(sequences=2, length=16):
     return tuple(torch.randint(50, (sequences, length), generator=generator) for _ in range(2))
 
 
-@pytest.fixture(autouse=True)
-def backend_of_its_own():
-    import flashbob
-
-    yield
-    flashbob.set_backend("auto")
-
-
 def assert_close(got, expected, tolerance):
     for x, y in zip((got[0], *got[1], *got[2]), (expected[0], *expected[1], *expected[2]), strict=True):
         assert (x - y).norm() <= tolerance * y.norm() + tolerance

@@ -13,12 +13,6 @@ CONFIG = GPTConfig(block_size=16, vocab_size=131, num_layers=2, num_heads=2, emb
 FP64 = {"rtol": 1e-10, "atol": 1e-12}
 
 
-@pytest.fixture(autouse=True)
-def backend():
-    yield
-    flashbob.set_backend("auto")
-
-
 def gpt(backend="math", dtype=torch.float64, seed=0, scale=6.0, **changes):
     """A model whose weights, `scale` times those at the start of training, make every part of it count."""
     torch.manual_seed(seed)
