@@ -14,7 +14,6 @@ compilation included, so that each mode needs a process of its own:
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import time
@@ -29,6 +28,7 @@ from rich.console import Console
 
 from optim import HessianVectorProduct
 from scripts.tune_attention import median_ms
+from train.metrics import process_peak_bytes
 from train.model import GPT, GPTConfig, attention_function
 
 
@@ -149,10 +149,8 @@ def measure_cpu(run: Callable[[], Any]) -> dict[str, Any]:
         start = time.perf_counter()
         run()
         times.append((time.perf_counter() - start) * 1e3)
-    peak = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )  # of the process's life: one mode a process
-    return {"ms": statistics.median(times), "peak_gib": peak / 2**30, "ledger_ms": {}}
+    # The peak is of the process's life: one mode a process.
+    return {"ms": statistics.median(times), "peak_gib": process_peak_bytes() / 2**30, "ledger_ms": {}}
 
 
 def ledger(run: Callable[[], Any]) -> dict[str, float]:

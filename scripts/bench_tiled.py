@@ -9,7 +9,6 @@ its own, whose peak memory is read before and after the call.
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import flashbob
+from train.metrics import process_peak_bytes
 
 HEAD_DIM = 64
 
@@ -36,14 +36,14 @@ def measure(backend: str, length: int) -> dict:
     """Seconds (the best of three) and MiB above the process before the call."""
     flashbob.set_backend(backend)
     second_order_call(256)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = process_peak_bytes()
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
         second_order_call(length)
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"backend": backend, "N": length, "s": min(seconds), "mib": (peak - before) / 1024}
+    peak = process_peak_bytes()
+    return {"backend": backend, "N": length, "s": min(seconds), "mib": (peak - before) / 2**20}
 
 
 def main() -> None:

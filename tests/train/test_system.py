@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import version
 
 import torch
@@ -78,3 +79,15 @@ def test_gpus_and_hosts(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "ROOT", tmp_path)  # no git checkout
     outside = system.describe(on("auto"))
     assert (outside["commit"], outside["uncommitted"]) == (None, None)
+
+
+def test_peak_memory_is_the_process_s_own():
+    """Linux gives a new process the maximum of the one that starts it, which getrusage then reports."""
+    program = (
+        "from train.metrics import process_peak_bytes as p; a = p(); x = b'1' * (64 << 20); print(a, p())"
+    )
+    ballast = b"1" * (2 << 30)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    del ballast
+    before, after = map(int, result.stdout.split())
+    assert before < 1 << 30 and 60 << 20 < after - before < 70 << 20
