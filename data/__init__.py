@@ -33,7 +33,6 @@ def open_data(
     batch_size: int = 1,
     rank: int = 0,
     world_size: int = 1,
-    pin_memory: bool = False,
 ) -> TextTokens | ShardTokens | StreamedText:
     """The data that a configuration names.
 
@@ -43,7 +42,7 @@ def open_data(
             them `tokenizer` and `tokenizer_path` (as `load_tokenizer` takes them).
         block_size: tokens in a sequence.
         seed: of the order of the training sequences.
-        batch_size, rank, world_size, pin_memory: of a stream: sequences of a micro-batch, and who shares the documents.
+        batch_size, rank, world_size: of a stream: sequences of a micro-batch, and who shares the documents.
 
     Raises DataError or TokenizerError, each with a message of one line.
     """
@@ -57,7 +56,7 @@ def open_data(
         return StreamedText(
             source, config.tokenizer, config.tokenizer_path, block_size, batch_size, seed=seed, rank=rank, world_size=world_size,
             num_workers=config.num_workers, shuffle_window=config.shuffle_window,
-            validation_fraction=config.validation_fraction, cross_documents=config.cross_documents, pin_memory=pin_memory,
+            validation_fraction=config.validation_fraction, cross_documents=config.cross_documents,
         )  # fmt: skip
     if config.name != "shakespeare":
         raise DataError(f"data is {config.name!r}; allowed are 'shakespeare', 'tokens' and 'fineweb'")

@@ -324,11 +324,10 @@ class StreamedText:
         shuffle_window: int = 1000,
         validation_fraction: float = 0.005,
         cross_documents: bool = True,
-        pin_memory: bool = False,
     ) -> None:
         self.source, self.block_size, self.batch_size = source, block_size, batch_size
         self.rank, self.num_workers = rank, num_workers
-        self.validation_fraction, self.pin_memory = validation_fraction, pin_memory
+        self.validation_fraction = validation_fraction
         self.tokenizer = load_tokenizer(tokenizer, tokenizer_path)
         self.vocab_size = self.tokenizer.vocab_size
         self._lane_options = {
@@ -367,7 +366,6 @@ class StreamedText:
             # Not forked: the hub's client has threads, and a CUDA context is no child's business.
             multiprocessing_context="spawn" if self.num_workers else None,
             prefetch_factor=4 if self.num_workers else None,
-            pin_memory=self.pin_memory,
             worker_init_fn=_start_worker if self.num_workers else None,
         )
         return iter(loader)

@@ -29,12 +29,10 @@ def build_adamw(
     lr: float,
     betas: tuple[float, float],
     eps: float,
-    fused: bool | None = None,
+    fused: bool = True,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over groups such as `parameter_groups` gives.
 
-    `fused` picks PyTorch's one-kernel step; None takes it when every parameter is on a CUDA device.
+    `fused` takes PyTorch's one-kernel step, which reads `optimizer.found_inf` on the device: where that is 1, all stays as it is.
     """
-    if fused is None:
-        fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)

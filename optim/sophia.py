@@ -37,8 +37,10 @@ class SophiaH(Optimizer):
     `lr` is η, `betas` (β1, β2), `eps` ε, `gamma` γ, `weight_decay` λ, `hessian_interval` k. Groups may have
     their own, but for k, which is one for all. m and h are fp32, fp64 for fp64 parameters, and appear at a
     parameter's first use. `fused` takes the step in one Triton kernel instead of PyTorch's foreach operators, with the
-    same result up to fp32 rounding; None does so for parameters on a CUDA device (fp32, bf16, fp16). Raises ValueError
-    for a hyperparameter outside its range and for parameters that are not floating point.
+    same result up to fp32 rounding; None does so for parameters on a CUDA device (fp32, bf16, fp16). Where the attribute
+    `found_inf`, a 0-dim fp32 tensor on their device, is 1, `step` changes nothing but its count of steps, as PyTorch's fused
+    optimizers do; the kernel reads it there, the foreach operators on the host. Raises ValueError for a hyperparameter
+    outside its range and for parameters that are not floating point.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SophiaH(Optimizer):
         *,
         fused: bool | None = None,
     ) -> None:
+        self.found_inf: Tensor | None = None
         self._fused = fused
         self._fused_steps: dict[tuple, FusedStep] = {}  # by group and bucket
         self._sums: list[FusedStep] | None = None  # of the last step, if all of it was fused
@@ -100,13 +103,18 @@ class SophiaH(Optimizer):
         return group["step"] % group["hessian_interval"] == 0
 
     @torch.no_grad()
-    def update_hessian(self, estimate: Sequence[Tensor], *, check_finite: bool = True) -> None:
+    def update_hessian(
+        self, estimate: Sequence[Tensor], *, check_finite: bool = True, skip: Tensor | None = None
+    ) -> None:
         """h ← β2 h + (1 − β2) ĥ.
 
         `estimate` is ĥ: one tensor for each of `hessian_parameters`, in shape and device like it. Raises
         ValueError, with h as it was, if it does not match or is not finite. That last check waits for the
         device once; `check_finite=False` is for a caller who has looked already
         (`HutchinsonEstimator.all_finite`).
+
+        With `skip`, a 0-dim bool on the parameters' device, h stays as it is where that is true, and nothing waits for it;
+        `estimate` is overwritten then, and is not checked.
         """
         params = self.hessian_parameters
         if len(estimate) != len(params):
@@ -119,7 +127,7 @@ class SophiaH(Optimizer):
                     f"estimate[{index}] must be of shape {tuple(p.shape)} on {p.device}, "
                     f"got {tuple(x.shape)} on {x.device}"
                 )
-        if check_finite and not HutchinsonEstimator.all_finite(estimate):
+        if check_finite and skip is None and not HutchinsonEstimator.all_finite(estimate):
             index = next(i for i, x in enumerate(estimate) if not x.isfinite().all())
             raise ValueError(
                 f"estimate[{index}] must be finite, got NaN or infinity; the Hessian is unchanged"
@@ -129,7 +137,13 @@ class SophiaH(Optimizer):
             _, beta2 = group["betas"]
             for bucket in _buckets([p for p in group["params"] if p in estimate_of]):
                 h = [self._state_of(p)["hessian_diagonal"] for p in bucket]
-                torch._foreach_lerp_(h, [estimate_of[p].to(x.dtype) for p, x in zip(bucket, h)], 1.0 - beta2)
+                new = [estimate_of[p].to(x.dtype) for p, x in zip(bucket, h)]
+                if skip is None:
+                    torch._foreach_lerp_(h, new, 1.0 - beta2)
+                    continue
+                weight = (1.0 - beta2) * (~skip).to(h[0].dtype)
+                for x, end in zip(h, new):
+                    x.lerp_(end.masked_fill_(skip, 0.0), weight)  # without a NaN, which times 0 is one
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -161,11 +175,14 @@ class SophiaH(Optimizer):
                         gamma=group["gamma"],
                         eps=group["eps"],
                         weight_decay=group["weight_decay"],
+                        found_inf=self.found_inf,
                     )
                     if self._sums is not None:
                         self._sums.append(step)
                     continue
                 self._sums = None
+                if self.found_inf is not None and self.found_inf:
+                    continue
                 torch._foreach_lerp_(m, [gradient_of[p].to(x.dtype) for p, x in zip(params, m)], 1.0 - beta1)
                 update = torch._foreach_div(m, _denominators(h, group["gamma"], group["eps"]))
                 torch._foreach_clamp_min_(update, -1.0)

@@ -26,6 +26,7 @@ def _step(
     numels_ptr,
     blocks_ptr,
     sums_ptr,
+    found_inf_ptr,
     num_tensors,
     lr,
     beta1,
@@ -36,11 +37,13 @@ def _step(
     GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Addresses are [p, g, m, h] × tensors; the rest is as in `multi_tensor.Blocks`."""
+    """Addresses are [p, g, m, h] × tensors; the rest is as in `multi_tensor.Blocks`. Where found_inf is 1 nothing is changed."""
     program = tl.program_id(0)
     tensor = tl.load(blocks_ptr + 2 * program)
     index = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < tl.load(numels_ptr + tensor)
+    if found_inf_ptr is not None:
+        mask &= tl.load(found_inf_ptr) == 0.0
     p_ptr = tl.load(addresses_ptr + tensor).to(tl.pointer_type(PARAM))
     g_ptr = tl.load(addresses_ptr + num_tensors + tensor).to(tl.pointer_type(GRAD))
     m_ptr = tl.load(addresses_ptr + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32))
@@ -90,12 +93,13 @@ class FusedStep:
         gamma: float,
         eps: float,
         weight_decay: float,
+        found_inf: Tensor | None = None,
     ) -> None:
-        """Change parameters and m in place."""
+        """Change parameters and m in place, unless `found_inf`, fp32 on their device, is 1. The sums then are 0."""
         addresses = self.blocks.addresses(self.params, gradients, self.momenta, self.hessians)
         with torch.cuda.device_of(self.params[0]):
             _step[(len(self.blocks),)](
-                addresses, self.blocks.numels, self.blocks.table, self.sums, len(self.params),
+                addresses, self.blocks.numels, self.blocks.table, self.sums, found_inf, len(self.params),
                 lr, beta1, gamma, eps, weight_decay,
                 PARAM=TYPES[self.params[0].dtype], GRAD=TYPES[gradients[0].dtype], BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip

@@ -91,6 +91,7 @@ class SophiaConfig(OptimConfig):
     hessian_gradient: Literal[
         "shared", "separate"
     ]  # shared: H u brings the gradient along; separate: an extra pass
+    hessian_method: Literal["reverse", "forward"]  # H u as a second backward pass, or along tangents
     probe: Literal["gaussian", "rademacher"]
 
 

@@ -33,8 +33,15 @@ from optim import (
 from train import checkpoint, distributed, metrics
 from train.config import Config, ConfigError, SophiaConfig, flatten, may_change_on_resume, public_dict
 from train.model import GPT, GPTConfig, attention_function
+from train.step_record import StepRecord, mark
 
 MAX_SKIPPED_IN_A_ROW = 10
+_STATISTICS = {  # metric: its name in SophiaH.statistics
+    "hessian/clip_fraction": "clip_fraction",
+    "hessian/norm": "hessian_norm",
+    "hessian/negative_fraction": "negative_hessian_fraction",
+    "train/momentum_norm": "momentum_norm",
+}
 
 
 class TrainingStopped(RuntimeError):
@@ -60,7 +67,6 @@ class Trainer:
             batch_size=config.train.micro_batch_size,
             rank=self.world.rank,
             world_size=self.world.size,
-            pin_memory=self.device.type == "cuda",
         )
 
         torch.manual_seed(config.seed)  # the same weights on every rank
@@ -102,6 +108,7 @@ class Trainer:
                 params=params,
                 compile=config.train.compile,
                 cuda_graph=config.train.cuda_graph,
+                method=config.optim.hessian_method,
             )
 
         train = config.train
@@ -113,6 +120,8 @@ class Trainer:
         self.tokens_per_step = train.global_batch_size * config.model.block_size
         self.step = 0  # steps taken
         self.skipped_in_a_row = 0
+        # On the device: whether to stop, before the host knows of it.
+        self._halted = torch.zeros((), dtype=torch.bool, device=self.device)
         self.elapsed_before = 0.0  # seconds of earlier processes of this run
         self._lock: IO[str] | None = None  # on rank 0
 
@@ -156,41 +165,60 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
         saved_step = None
         profiler = self._profiler()
+
+        def keep(record: StepRecord) -> dict[str, Any]:
+            """Write what a step measured, once it is known."""
+            row = self._finish(record)
+            elapsed = time.perf_counter() - start
+            row["time/elapsed_s"] = self.elapsed_before + elapsed
+            row["time/eta_s"] = elapsed / (record.step - first_step) * (train.max_steps - record.step)
+            if recorder is not None:
+                recorder.write(row)
+            return row
+
+        # The step before this one. Its numbers are read while this one runs: the device never waits for the host, except at
+        # steps that are reported, evaluated or saved.
+        earlier: StepRecord | None = None
         while self.step < train.max_steps:
             self.step += 1
             is_last = self.step == train.max_steps
             try:
-                row = self._take_step()
+                record = self._take_step()
             except DataError as error:
                 self.step -= 1
+                if earlier is not None:
+                    keep(earlier)
                 if self.step > first_step and saved_step != self.step:
                     self._save(self.elapsed_before + time.perf_counter() - start)
                 raise TrainingStopped(
                     f"{error}; after step {self.step}, with a checkpoint: the same command continues"
                 ) from error
-            if self.step % train.eval_every == 0 or is_last:
-                row["val/loss"] = self.evaluate()
+            if earlier is not None:
+                keep(earlier)
+                earlier = None
             if profiler is not None:
                 profiler.step()
             if train.check_ranks_every and self.step % train.check_ranks_every == 0:
                 self._check_ranks()
-            elapsed = time.perf_counter() - start
-            row["time/elapsed_s"] = self.elapsed_before + elapsed
-            row["time/eta_s"] = elapsed / (self.step - first_step) * (train.max_steps - self.step)
-            row["memory/peak_gib"] = metrics.peak_memory_gib(self.device)
-            if recorder is not None:
-                recorder.write(row)
-                if self.step % train.log_every == 0 or "val/loss" in row or self.step == first_step + 1:
-                    self._say(metrics.progress_line(row, train.max_steps))
-            if is_last or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
+            signal = self._stop_signal()
+            evaluates = self.step % train.eval_every == 0 or is_last
+            reports = self.step % train.log_every == 0 or evaluates or self.step == first_step + 1
+            saves = is_last or (train.checkpoint_every and self.step % train.checkpoint_every == 0)
+            if not (reports or saves or signal):
+                earlier = record
+                continue
+            if evaluates:
+                record.row["val/loss"] = self.evaluate()
+            row = keep(record)
+            if reports:
+                self._say(metrics.progress_line(row, train.max_steps))
+            if saves or signal:
                 self._save(row["time/elapsed_s"])
                 saved_step = self.step
-            if number := self._stop_signal():
-                if saved_step != self.step:
-                    self._save(row["time/elapsed_s"])
+            if signal:
                 if not is_last:
                     self._say(
-                        f"{self.config.run.name}: stopped by signal {number} after step {self.step} with a checkpoint; "
+                        f"{self.config.run.name}: stopped by signal {signal} after step {self.step} with a checkpoint; "
                         "the same command continues"
                     )
                 return
@@ -217,72 +245,83 @@ class Trainer:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def _take_step(self) -> dict[str, Any]:
-        """One optimizer step, or a skipped one. Returns what it measured, ready to be recorded."""
-        start = time.perf_counter()
+    def _take_step(self) -> StepRecord:
+        """One optimizer step. Only asks the device for it: the numbers, and whether they were finite, are read later."""
+        start = mark(self.device)
         config, optimizer = self.config, self.optimizer
         lr = self.learning_rate(self.step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         row: dict[str, Any] = {"step": self.step, "tokens": self.step * self.tokens_per_step, "train/lr": lr}
-        is_hessian_step = isinstance(optimizer, SophiaH) and optimizer.hessian_due
+        record = StepRecord(self.step, row)
 
         with record_function("data"):
+            asked = time.perf_counter()
             batches = self._take_batches()
-        row["time/data_wait_s"] = time.perf_counter() - start
-        loss, estimate = self._accumulate(batches, row, is_hessian_step)
+            row["time/data_wait_s"] = time.perf_counter() - asked
+        is_hessian_step = isinstance(optimizer, SophiaH) and optimizer.hessian_due
+        loss, estimate = self._accumulate(batches, record, is_hessian_step)
         distributed.sum_over_ranks(self.world, loss)
-        loss_value = loss.item() / (self.rounds * self.world.size)
+        loss /= self.rounds * self.world.size
         norm = torch.nn.utils.clip_grad_norm_(self.params, config.optim.grad_clip or math.inf)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
         # Every rank has the same sums, so all of them come to the same decisions.
-        fault = None
-        if not math.isfinite(loss_value):
-            fault = "train/loss"
-        elif not math.isfinite(grad_norm):
-            fault = "train/grad_norm"
-        if estimate is not None and not HutchinsonEstimator.all_finite(estimate):
-            self._on_nonfinite("the Hessian estimate")
-            row["hessian/skipped"], estimate = True, None
+        measured = {"train/loss": loss, "train/grad_norm": norm}
+        skip = ~(loss.isfinite() & norm.isfinite())
+        skip_hessian = skip
+        if estimate is not None:
+            finite = HutchinsonEstimator.all_finite(estimate)
+            measured["hessian/finite"] = finite
+            skip_hessian = skip | ~finite
+        if config.optim.on_nonfinite == "stop":
+            skip = skip_hessian = self._halted.logical_or_(skip_hessian)
+        if isinstance(optimizer, SophiaH) and estimate is not None:
+            mine = self.sharded.pieces_of(estimate) if self.sharded else estimate
+            optimizer.update_hessian(mine, check_finite=False, skip=skip_hessian)
+        with record_function("optimizer"):
+            if not self.fully_sharded:
+                # Where it is 1 the optimizers leave everything as it is.
+                optimizer.found_inf = skip.float()  # pyright: ignore[reportAttributeAccessIssue]
+                optimizer.step()
+            elif not skip:  # DTensors and found_inf do not go together
+                optimizer.step()
+        if isinstance(optimizer, SophiaH):
+            statistics = self.sharded.statistics(optimizer) if self.sharded else optimizer.statistics()
+            measured |= {name: statistics[key] for name, key in _STATISTICS.items()}
+        # DDP's gradients stay views of its buckets.
+        self.model.zero_grad(set_to_none=self.data_parallel is None)
+        row["memory/peak_gib"] = metrics.peak_memory_gib(self.device)
+        record.spans["time/step_s"] = start, record.send(measured, self.device)
+        return record
+
+    def _finish(self, record: StepRecord) -> dict[str, Any]:
+        """The row of a step that was taken or skipped. Raises TrainingStopped if it asks for that."""
+        row = record.finish()
+        fault = next((key for key in ("train/loss", "train/grad_norm") if not math.isfinite(row[key])), None)
+        if not row.pop("hessian/finite", True):
+            self._on_nonfinite("the Hessian estimate", record.step)
+            row["hessian/skipped"] = True
         if fault:
-            self._on_nonfinite(fault)
+            self._on_nonfinite(fault, record.step)
+            for key in ("train/loss", "train/grad_norm", *_STATISTICS):
+                row.pop(key, None)
             row["train/nonfinite"] = fault
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 raise TrainingStopped(
-                    f"step {self.step}: {fault} was not finite {MAX_SKIPPED_IN_A_ROW} times in a row"
+                    f"step {record.step}: {fault} was not finite {MAX_SKIPPED_IN_A_ROW} times in a row"
                 )
         else:
             self.skipped_in_a_row = 0
-            row |= {"train/loss": loss_value, "train/grad_norm": grad_norm}
-            if isinstance(optimizer, SophiaH) and estimate is not None:
-                mine = self.sharded.pieces_of(estimate) if self.sharded else estimate
-                optimizer.update_hessian(mine, check_finite=False)
-            with record_function("optimizer"):
-                optimizer.step()
-            if isinstance(optimizer, SophiaH):
-                measured = self.sharded.statistics(optimizer) if self.sharded else optimizer.statistics()
-                statistics = {name: value.item() for name, value in measured.items()}
-                row |= {
-                    "hessian/clip_fraction": statistics["clip_fraction"],
-                    "hessian/norm": statistics["hessian_norm"],
-                    "hessian/negative_fraction": statistics["negative_hessian_fraction"],
-                    "train/momentum_norm": statistics["momentum_norm"],
-                }
-        # DDP's gradients stay views of its buckets.
-        self.model.zero_grad(set_to_none=self.data_parallel is None)
-
-        self._synchronize()
-        row["time/step_s"] = time.perf_counter() - start
         row["time/tokens_per_s"] = self.tokens_per_step / row["time/step_s"]
-        if (peak := metrics.peak_flops(self.device)) and not is_hessian_step:
-            flops = self.model.flops_per_token(config.model.block_size) * row["time/tokens_per_s"]
+        if (peak := metrics.peak_flops(self.device)) and "hessian/event_s" not in row:
+            flops = self.model.flops_per_token(self.config.model.block_size) * row["time/tokens_per_s"]
             row["throughput/mfu"] = flops / (peak * self.world.size)
         return row
 
     def _accumulate(
-        self, batches: list[tuple[Tensor, Tensor]], row: dict[str, Any], is_hessian_step: bool
+        self, batches: list[tuple[Tensor, Tensor]], record: StepRecord, is_hessian_step: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Leave the global batch's mean gradient in `.grad`; returns this rank's sum of losses and, on a Hessian step,
         the estimate of the Hessian's diagonal. The first rounds give the estimate; how is `optim.hessian_gradient`.
@@ -302,8 +341,7 @@ class Trainer:
 
         if hessian_rounds:
             assert self.estimator is not None and self.second_order is not None
-            self._synchronize()
-            start = time.perf_counter()
+            start = mark(self.device)
             for round in range(hessian_rounds):
                 micro_batch = round * self.world.size + self.world.rank
                 probes = self.estimator.probes(step=self.step, micro_batch=micro_batch)
@@ -314,8 +352,7 @@ class Trainer:
                     loss_sum += loss
                     self._add_gradients(gradients)
             estimate = self.estimator.reduce()
-            self._synchronize()
-            row["hessian/event_s"] = time.perf_counter() - start
+            record.spans["hessian/event_s"] = start, mark(self.device)
 
         ordinary_rounds = range(hessian_rounds if shared else 0, self.rounds)
         for round in ordinary_rounds:
@@ -341,7 +378,7 @@ class Trainer:
         try:
             for round in range(self.rounds):
                 micro_batch = ((self.step - 1) * self.rounds + round) * self.world.size + self.world.rank
-                batches.append(self.data.train_batch(micro_batch * size, size))
+                batches.append(self._pinned(self.data.train_batch(micro_batch * size, size)))
         except DataError as error:
             failure = str(error)
         if isinstance(self.data, StreamedText):  # the others have nothing that can fail here
@@ -351,6 +388,13 @@ class Trainer:
                 self.data.load_state_dict(before)  # the step takes the same batches when it is tried again
             raise DataError(failure)
         return batches
+
+    def _pinned(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """In memory that a GPU copies from while the host goes on."""
+        if self.device.type != "cuda":
+            return batch
+        tokens, targets = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) for x in batch)
+        return tokens, targets
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         tokens, targets = batch
@@ -364,13 +408,13 @@ class Trainer:
                 gradient / self.rounds if p.grad is None else p.grad.add_(gradient, alpha=1.0 / self.rounds)
             )
 
-    def _on_nonfinite(self, what: str) -> None:
+    def _on_nonfinite(self, what: str, step: int) -> None:
         if self.config.optim.on_nonfinite == "stop":
             raise TrainingStopped(
-                f"step {self.step}: {what} is not finite; the weights are those of step {self.step - 1}. Lower optim.lr, or "
+                f"step {step}: {what} is not finite; the weights are those of step {step - 1}. Lower optim.lr, or "
                 "go on past such steps with optim.on_nonfinite=skip"
             )
-        self._say(f"step {self.step}: {what} is not finite; skipped")
+        self._say(f"step {step}: {what} is not finite; skipped")
 
     def learning_rate(self, step: int) -> float:
         """The rate of step `step`, from 1: linear over warmup_steps, then a cosine that ends in min_lr at decay_steps."""
@@ -459,10 +503,6 @@ class Trainer:
         if self.config.train.precision == "bf16":
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _stop_signal(self) -> int:
         """A signal that reached any rank since the start, on every rank; 0 for none."""

@@ -18,6 +18,7 @@ import torch
 
 from tests.train.launch import build_trainer
 from train import distributed
+from train.step_record import StepRecord
 from train.trainer import Trainer, TrainingStopped
 
 
@@ -51,9 +52,9 @@ def befall(trainer: Trainer, kind: str, rank: int, step: int, life: int = 0) -> 
     take_step = trainer._take_step
 
     @torch.no_grad()
-    def disturbed(self: Trainer) -> dict[str, Any]:
+    def disturbed(self: Trainer) -> StepRecord:
         with torch.enable_grad():
-            row = take_step()
+            record = take_step()
         if self.step == step:
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -62,7 +63,7 @@ def befall(trainer: Trainer, kind: str, rank: int, step: int, life: int = 0) -> 
             p = self.model.h[1].mlp.c_fc.bias
             x = (p if kind == "parameter" else self.optimizer.state[p][kind])[-1:]
             x.copy_(torch.nextafter(x, torch.full_like(x, 9.0)))
-        return row
+        return record
 
     trainer._take_step = MethodType(disturbed, trainer)
 
