@@ -41,9 +41,10 @@ def _step(
     program = tl.program_id(0)
     tensor = tl.load(blocks_ptr + 2 * program)
     index = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < tl.load(numels_ptr + tensor)
+    numel = tl.load(numels_ptr + tensor)
     if found_inf_ptr is not None:
-        mask &= tl.load(found_inf_ptr) == 0.0
+        numel = tl.where(tl.load(found_inf_ptr) == 0.0, numel, 0)
+    mask = index < numel
     p_ptr = tl.load(addresses_ptr + tensor).to(tl.pointer_type(PARAM))
     g_ptr = tl.load(addresses_ptr + num_tensors + tensor).to(tl.pointer_type(GRAD))
     m_ptr = tl.load(addresses_ptr + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32))

@@ -39,3 +39,19 @@ def test_adamw_first_step_against_its_formula(model, fused):
     optimizer.step()
     for p, value in expected.items():
         torch.testing.assert_close(p.detach(), value, rtol=1e-12, atol=1e-14)  # fp64 rounding
+
+
+def test_where_found_inf_is_one_a_step_changes_nothing(model):
+    """What PyTorch promises its gradient scaler, and the trainer counts on."""
+    optimizer = build_adamw(parameter_groups(model.named_parameters(), 0.1), 0.01, (0.9, 0.95), 1e-8)
+    params = [p for p in model.parameters() if p.requires_grad]
+    for value, found_inf in ((1.0, 0.0), (float("nan"), 1.0)):
+        before = [p.detach().clone() for p in params]
+        states = [{name: x.clone() for name, x in optimizer.state[p].items()} for p in params]
+        for p in params:
+            p.grad = torch.full_like(p, value)
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+    for p, value, state in zip(params, before, states):
+        assert torch.equal(p, value) and state["step"] == 1
+        assert all(torch.equal(optimizer.state[p][name], state[name]) for name in state)

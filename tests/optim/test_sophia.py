@@ -261,3 +261,19 @@ def test_the_documented_example_runs():
     losses = namespace["losses"]
     assert all(map(math.isfinite, losses))
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_hessian_update_that_the_device_decides_on(dtype):
+    """`skip` false is the same bits as no `skip`; true leaves h as it is, whatever the estimate holds."""
+    params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((3, 4), (5,))]
+    with_skip, without = SophiaH(params), SophiaH(params)
+    for skip in (False, True, False):
+        estimate = [torch.randn_like(p) for p in params]
+        if not skip:
+            without.update_hessian([x.clone() for x in estimate])
+        else:
+            estimate[0][1, 2], estimate[1][0] = math.nan, math.inf
+        with_skip.update_hessian(estimate, skip=torch.tensor(skip))
+        for p in params:
+            assert torch.equal(with_skip.state[p]["hessian_diagonal"], without.state[p]["hessian_diagonal"])

@@ -103,3 +103,33 @@ def test_a_loaded_state_is_the_one_that_the_kernel_changes():
     other.step()
     for p, q in zip(params, others):
         assert torch.equal(p, q) and torch.equal(fused.state[p]["momentum"], other.state[q]["momentum"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_where_found_inf_is_one_a_step_changes_nothing(fused):
+    optimizer = pair()[0 if fused else 1]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    take_steps(optimizer, params)
+    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params])
+    for p in params:
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    optimizer.step()
+    for p, (value, state) in zip(params, before):
+        assert torch.equal(p, value)
+        assert all(torch.equal(optimizer.state[p][name], state[name]) for name in state)
+    # Its first step may be one, too; and 0 is as None.
+    for found_inf in (None, torch.zeros((), device=DEVICE)):
+        twins = [nn.Parameter(value.clone()) for value, _ in before]
+        other = SophiaH(twins, fused=fused)
+        for p in twins:
+            p.grad = torch.full_like(p, torch.nan)
+        other.found_inf = torch.ones((), device=DEVICE)
+        other.step()
+        assert set(other.statistics()) == set(optimizer.statistics())
+        other.found_inf = found_inf
+        take_steps(other, twins)
+        results = [p.detach().clone() for p in twins]
+        if found_inf is None:
+            expected = results
+    assert all(map(torch.equal, results, expected))

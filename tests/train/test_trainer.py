@@ -208,6 +208,14 @@ def test_shared_and_separate_gradients_agree_and_a_part_of_the_batch_does(tmp_pa
     assert shared[0] == pytest.approx(whole[0], rel=1e-12) and abs(shared[-1] - whole[-1]) > 1e-6
 
 
+def test_tangents_and_a_second_backward_train_alike(tmp_path):
+    for method in ("reverse", "forward"):
+        train(*SMALL, *SOPHIA, f"optim.hessian_method={method}", f"run.dir={method}", cwd=tmp_path)
+    for key in ("train/loss", "hessian/norm"):
+        reverse, forward = (series(tmp_path / method, key) for method in ("reverse", "forward"))
+        assert forward == pytest.approx(reverse, rel=1e-9)
+
+
 def test_math_and_flashbob_agree_over_50_steps(tmp_path):
     """fp64: the backends differ by 1e-15 in a gradient; 50 steps, 17 of them with a new Hessian, keep losses to 1e-9."""
     for arm in ("sophia-math", "sophia-flashbob"):
@@ -375,6 +383,47 @@ def test_a_loss_that_is_not_finite(processes, tmp_path):
     assert "10 times in a row" in result.stderr
     recorded = rows(tmp_path / "skip")
     assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
+
+
+def test_numbers_that_are_read_a_step_late_change_nothing(uninterrupted, tmp_path):
+    """`log_every` decides when the host looks. Every step is recorded, and a step that must not be taken is not."""
+    from train.trainer import TrainingStopped
+
+    late = ("train.log_every=100", "train.checkpoint_every=0")
+    for name, arm in {"adamw": ADAMW, "sophia": SOPHIA}.items():
+        train(*SMALL, *arm, DROPOUT, *late, f"run.dir={name}", cwd=tmp_path)
+        for key in (
+            "step",
+            "train/loss",
+            "train/grad_norm",
+            "val/loss",
+            "hessian/norm",
+            "hessian/clip_fraction",
+        ):
+            assert series(tmp_path / name, key) == series(uninterrupted[name], key)
+
+        broken = (
+            *SMALL,
+            *arm,
+            *late,
+            "train.eval_every=100",
+            "optim.lr=1e200",
+            "optim.warmup_steps=0",
+            "optim.grad_clip=0",
+            "optim.decay_steps=12",
+        )
+        one = build_trainer(*broken, "train.max_steps=1", f"run.dir={tmp_path / name / 'one'}")
+        one.run()
+        stopped = build_trainer(*broken, f"run.dir={tmp_path / name / 'stopped'}")
+        with pytest.raises(TrainingStopped, match=r"step 2: .*; the weights are those of step 1"):
+            stopped.run()
+        assert stopped.step == 3  # when it was known; by then step 3 had been asked for
+        assert all(torch.equal(p, q) for p, q in zip(stopped.params, one.params))
+
+        result = train(*broken, "optim.on_nonfinite=skip", f"run.dir={name}/skip", cwd=tmp_path, expect=1)
+        assert "10 times in a row" in result.stderr
+        recorded = rows(tmp_path / name / "skip")
+        assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
 
 
 @pytest.mark.parametrize("gradient", ["shared", "separate"])
