@@ -43,7 +43,8 @@ def recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Under `torch.compile`, which differentiates once, this is `torch.utils.checkpoint`. A block that draws random numbers
     (dropout) cannot be traced by `make_fx`; `HessianVectorProduct` then runs eagerly, with a warning.
 
-    Raises ValueError for a block that changes a buffer, RuntimeError for a trace of one that draws random numbers.
+    Raises ValueError for a block that changes a buffer, RuntimeError for a trace of one that draws random numbers,
+    NotImplementedError for tangents (forward mode).
     """
     if torch.compiler.is_compiling():
         return checkpoint(block, *args, use_reentrant=False, **kwargs)
@@ -178,6 +179,12 @@ class _Recomputed(Function):
         product = _VectorJacobianProduct(ctx.function, needed, ctx.outputs)
         gradients = iter(_Recomputed.apply(product, *cotangents, *ctx.saved_tensors))
         return None, *(next(gradients) if n else None for n in needed)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "recompute has no forward mode: call the block itself, or take Hessian-vector products with method='reverse'"
+        )
 
 
 # --- under make_fx: one operator, compiled on its own -----------------------------------------------------------------

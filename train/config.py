@@ -369,6 +369,11 @@ def validate(config: Config, world_size: int) -> None:
                 f"optim.hessian_batch_size={optim.hessian_batch_size} exceeds "
                 f"train.global_batch_size={train.global_batch_size}; give at most the whole batch"
             )
+        if optim.hessian_method == "forward" and model.recompute_blocks:
+            raise ConfigError(
+                "model.recompute_blocks=true has no forward mode; with optim.hessian_method=forward give "
+                "model.recompute_blocks=false, or optim.hessian_method=reverse"
+            )
         if config.attention.backend == "sdpa":
             raise ConfigError(
                 "optim.name=sophia needs attention that is differentiable twice, and attention.backend=sdpa is not; "

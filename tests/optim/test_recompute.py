@@ -353,3 +353,12 @@ def test_under_torch_compile_it_is_pytorchs_own():
         torch.manual_seed(3)
         gradients.append(torch.autograd.grad(model(inputs()), list(model.parameters())))
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+
+
+def test_forward_mode_is_refused():
+    block = nn.Linear(3, 3)
+    hvp = HessianVectorProduct(
+        block, lambda m, x: recompute(m, x).square().sum(), compile=False, method="forward"
+    )
+    with pytest.raises(NotImplementedError, match="method='reverse'"):
+        hvp([torch.ones_like(p) for p in block.parameters()], torch.ones(2, 3))

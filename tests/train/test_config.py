@@ -48,6 +48,10 @@ WRONG = {
         "train.check_ranks_every=1 compares what every rank holds alike, and with train.shard=fsdp2 nothing is; "
         "give 0, or train.shard=none or zero1"
     ),
+    ("optim.hessian_method=forward", "model.recompute_blocks=true"): (
+        "model.recompute_blocks=true has no forward mode; with optim.hessian_method=forward give model.recompute_blocks=false"
+    ),
+    ("optim.hessian_method=tangents",): "optim.hessian_method=tangents: expected one of reverse, forward",
     ("train.shard=zero3",): "train.shard=zero3: expected one of none, zero1, fsdp2",
     ("train.check_ranks_every=-1",): "train.check_ranks_every=-1: expected 0 (never) or a positive integer",
     ("optim.betas=[0.9,1.0]",): "optim.betas=[0.9, 1.0]: expected two numbers in [0, 1)",
