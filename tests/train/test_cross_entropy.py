@@ -53,8 +53,8 @@ def test_both_derivatives_equal_pytorchs(chunk, ignored, used):
 
 
 def test_against_finite_differences():
-    x, weight, targets = inputs(tokens=5, dim=3)
-    function = lambda x, w: linear_cross_entropy(x, w, targets, VOCAB, 2)  # noqa: E731
+    x, weight, targets = inputs(tokens=4, dim=2)
+    function = lambda x, w: linear_cross_entropy(x, w, targets, VOCAB, 3)  # noqa: E731
     torch.autograd.gradcheck(function, (x, weight), check_forward_ad=True)
     torch.autograd.gradgradcheck(function, (x, weight), check_fwd_over_rev=True)
 

@@ -12,6 +12,8 @@ import torch
 from tests.train.launch import ROOT, SMALL, environment, rows, series
 from train.checkpoint import list_checkpoints
 
+pytestmark = pytest.mark.xdist_group("distributed")  # they share runs: one process for all
+
 ARMS = ("adamw", "sophia-math", "sophia-hybrid", "sophia-paper", "sophia-flashbob")
 WORLDS = (1, 2, 4)
 # Eight micro-batches of two sequences: 8, 4 or 2 rounds. Three batches of validation do not divide over the ranks.

@@ -35,6 +35,8 @@ from tests.train.launch import (
 from train.checkpoint import list_checkpoints
 from train.wandb_log import records
 
+pytestmark = pytest.mark.xdist_group("trainer")  # they share runs: one process for all
+
 DROPOUT = "model.dropout=0.1"
 
 
