@@ -3,14 +3,21 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
+import torch._inductor
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashbob
+
+from .closed_forms import INDUCTOR_OPTIONS, ClosedForms, register_lowerings
+
+aten = torch.ops.aten
 
 
 def hessian_vector_product(
@@ -62,6 +69,9 @@ class HessianVectorProduct:
     dtypes, autocast included. `on_new_shape="eager"` answers shapes that `prepare` has not seen eagerly instead of stopping to
     compile. A model that cannot be traced falls back to eager with one warning.
 
+    Traced in reverse mode, LayerNorm and GELU (tanh) have their second derivatives in closed form (`optim/closed_forms.py`).
+    `mode` and `options` are torch.compile's.
+
     `cuda_graph=True` replays the compiled pass as one CUDA graph: no time between its kernels. Parameters and buffers are read
     where they are; vectors and batch are copied in. The graph keeps the memory of a pass to itself, and the results are
     overwritten by the next call with the same shape.
@@ -81,6 +91,7 @@ class HessianVectorProduct:
         on_new_shape: Literal["compile", "eager"] = "compile",
         method: Literal["reverse", "forward"] = "reverse",
         mode: str | None = None,
+        options: dict[str, Any] | None = None,
         cuda_graph: bool = False,
     ) -> None:
         if on_new_shape not in ("compile", "eager"):
@@ -91,7 +102,8 @@ class HessianVectorProduct:
         self.compile = compile
         self.method = method
         self.on_new_shape = on_new_shape
-        self.mode = mode  # torch.compile's: None, "max-autotune", …
+        mode_options = torch._inductor.list_mode_options(mode) if mode else {}  # of "max-autotune", …
+        self.options = {**INDUCTOR_OPTIONS, **mode_options, **(options or {})}
         self.cuda_graph = cuda_graph
         self._with_loss = _WithLoss(model, loss)
         name_of: dict[Tensor, str] = {
@@ -139,7 +151,7 @@ class HessianVectorProduct:
         inputs = self._inputs(vectors, batch)
         start = time.perf_counter()
         try:
-            graph = make_fx(self._second_order, tracing_mode="fake")(*inputs)
+            graph = self._trace(inputs)
         except Exception as error:
             warnings.warn(
                 f"Hessian-vector products of {type(self.model).__name__} run eagerly: it cannot be traced "
@@ -148,12 +160,9 @@ class HessianVectorProduct:
             )
             self.compile = False
             return
-        # Forward mode leaves two checks behind for each tangent, whose results, Python's booleans, nobody reads; torch.compile
-        # would break the graph at every one, and compile for hours.
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
         self.trace_s.append(time.perf_counter() - start)
-        compiled = torch.compile(graph, dynamic=False, mode=self.mode)
+        register_lowerings()
+        compiled = torch.compile(graph, dynamic=False, options=self.options)
         start = time.perf_counter()
         with torch.no_grad():
             compiled(*inputs)
@@ -164,6 +173,15 @@ class HessianVectorProduct:
             compiled = _Replay(compiled, inputs, frozenset(fixed))
         self._graphs[key] = compiled
 
+    def _trace(self, inputs: Sequence[Tensor]) -> GraphModule:
+        graph = make_fx(self._second_order, tracing_mode="fake")(*inputs)
+        # Forward mode leaves two checks behind for each tangent, whose results, Python's booleans, nobody reads; torch.compile
+        # would break the graph at every one, and compile for hours.
+        graph.graph.eliminate_dead_code()
+        _add_embeddings_in_place(graph.graph)
+        graph.recompile()
+        return graph
+
     def _inputs(self, vectors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         return [*self.params, *vectors, *self._constants.values(), *batch]
 
@@ -172,7 +190,8 @@ class HessianVectorProduct:
         vectors, rest = inputs[count : 2 * count], inputs[2 * count :]
         constants, batch = dict(zip(self._constants, rest)), rest[len(self._constants) :]
         params = [p.detach().requires_grad_() for p in inputs[:count]]
-        loss, gradients, products = self._differentiate(params, vectors, constants, batch)
+        with ClosedForms() if self.method == "reverse" else nullcontext():
+            loss, gradients, products = self._differentiate(params, vectors, constants, batch)
         return [loss, *gradients, *products]
 
     def _differentiate(
@@ -216,6 +235,27 @@ class HessianVectorProduct:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         like = tuple((x.shape, x.stride(), x.dtype, x.device) for x in batch)
         return like, tuple(m.training for m in self.model.modules()), autocast, flashbob.get_backend()
+
+
+def _add_embeddings_in_place(graph: Graph) -> None:
+    """In a + (gradient of an embedding), as a tied weight has it, add the rows to a: no zeros to add them to, and to a."""
+    for node in graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default):
+        rows, index, _, padding, by_frequency = node.args
+        add = next(iter(node.users))
+        if len(node.users) > 1 or add.target != aten.add.Tensor or add.kwargs or padding >= 0 or by_frequency:
+            continue
+        others = [x for x in add.args if x is not node]
+        if len(others) != 1 or not isinstance(others[0], Node):
+            continue
+        a, embedding = others[0].meta["val"], node.meta["val"]
+        if (a.shape, a.dtype) != (embedding.shape, embedding.dtype):
+            continue
+        with graph.inserting_before(add):
+            total = graph.call_function(aten.index_put.default, (others[0], [index], rows, True))
+        total.meta = dict(add.meta)
+        add.replace_all_uses_with(total)
+        graph.erase_node(add)
+        graph.erase_node(node)
 
 
 class _Replay:

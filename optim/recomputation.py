@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flashbob
 
+from .closed_forms import INDUCTOR_OPTIONS, register_lowerings
+
 
 def recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`block(*args, **kwargs)`, with the block's inputs as all that is kept for its derivatives, of any order.
@@ -197,7 +199,8 @@ class _Stage:
 
     def __init__(self, graph: GraphModule) -> None:
         self.graph = graph
-        self.compiled = torch.compile(graph, dynamic=False)
+        register_lowerings()
+        self.compiled = torch.compile(graph, dynamic=False, options=INDUCTOR_OPTIONS)
         outputs = graph.graph.output_node().args[0]
         self.outputs_like = _like([node.meta["val"] for node in outputs])  # type: ignore[union-attr]
 

@@ -39,6 +39,7 @@ class Mode(NamedTuple):
     chunked: bool = False  # the loss: LOSS_CHUNK tokens of logits at a time
     cuda_graph: bool = False
     method: Literal["reverse", "forward"] = "reverse"
+    combined: bool = False  # Inductor's combo_kernels: independent small kernels in one launch
     recomputed: bool = False  # blocks: activation checkpointing, and compiled, if they are, one by one
 
 
@@ -53,6 +54,9 @@ MODES = {
     "hvp-flashbob-chunked-compiled": Mode("auto", True, compiled=True, chunked=True),
     "hvp-flashbob-graph": Mode("auto", True, compiled=True, cuda_graph=True),
     "hvp-flashbob-chunked-graph": Mode("auto", True, compiled=True, chunked=True, cuda_graph=True),
+    "hvp-flashbob-chunked-combined-graph": Mode(
+        "auto", True, compiled=True, chunked=True, cuda_graph=True, combined=True
+    ),
     "hvp-forward-over-reverse-eager": Mode("auto", True, method="forward"),
     "hvp-forward-over-reverse-compiled": Mode("auto", True, compiled=True, method="forward"),
     "hvp-forward-over-reverse-chunked-compiled": Mode(
@@ -85,7 +89,7 @@ GROUPS = {  # of kernels, by what their names hold; the first that fits
 
 def prepare(mode: str, model_name: str, batch: int, length: int, device: str) -> Callable[[], Any]:
     """A function that runs one pass; compiled already."""
-    attention, second, compiled, chunked, cuda_graph, method, recomputed = MODES[mode]
+    attention, second, compiled, chunked, cuda_graph, method, combined, recomputed = MODES[mode]
     c = OmegaConf.load(Path(__file__).resolve().parent.parent / "configs" / "model" / f"{model_name}.yaml")
     torch.manual_seed(0)
     with torch.device(device):
@@ -105,7 +109,12 @@ def prepare(mode: str, model_name: str, batch: int, length: int, device: str) ->
     autocast = torch.autocast(device, torch.bfloat16)
     if second:
         hvp = HessianVectorProduct(
-            model, lambda m, x, y: m(x, y)[1], compile=compiled, cuda_graph=cuda_graph, method=method
+            model,
+            lambda m, x, y: m(x, y)[1],
+            compile=compiled,
+            cuda_graph=cuda_graph,
+            method=method,
+            options={"combo_kernels": True} if combined else None,
         )
         z = [torch.randn_like(p) for p in hvp.params]
 

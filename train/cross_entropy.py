@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 IGNORED = -100  # a target that counts for nothing, as in PyTorch
+# The operators take any strides. Otherwise Inductor would make an input such as W's cast to bf16 once more for each of them.
+_ANY_LAYOUT = (torch.Tag.flexible_layout,)
 _BLOCK = 4096  # logits that a program of the kernels works on at a time
 
 
@@ -51,7 +53,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size:
     return _Loss.apply(x, weight, targets, vocab_size, chunk)[0]
 
 
-@torch.library.custom_op("flashbob_train::loss", mutates_args=())
+@torch.library.custom_op("flashbob_train::loss", mutates_args=(), tags=_ANY_LAYOUT)
 def _loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
     total = x.new_zeros((), dtype=_wide(x))
     for rows in _chunks(x, chunk):
@@ -65,7 +67,7 @@ def _(x, weight, targets, vocab_size, chunk):
     return x.new_empty((), dtype=_wide(x))
 
 
-@torch.library.custom_op("flashbob_train::loss_and_gradient", mutates_args=())
+@torch.library.custom_op("flashbob_train::loss_and_gradient", mutates_args=(), tags=_ANY_LAYOUT)
 def _loss_and_gradient(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,7 +97,7 @@ def _(x, weight, targets, vocab_size, chunk):
     )
 
 
-@torch.library.custom_op("flashbob_train::scaled_gradient", mutates_args=())
+@torch.library.custom_op("flashbob_train::scaled_gradient", mutates_args=(), tags=_ANY_LAYOUT)
 def _scaled_gradient(
     c: Tensor,
     dx: Tensor,
@@ -116,7 +118,7 @@ def _(c, dx, dw, *_):
     return torch.empty_like(dx), torch.empty_like(dw)
 
 
-@torch.library.custom_op("flashbob_train::second_gradient", mutates_args=())
+@torch.library.custom_op("flashbob_train::second_gradient", mutates_args=(), tags=_ANY_LAYOUT)
 def _second_gradient(
     u_x: Tensor | None,
     u_w: Tensor | None,
