@@ -34,5 +34,13 @@ def build_adamw(
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over groups such as `parameter_groups` gives.
 
     `fused` takes PyTorch's one-kernel step, which reads `optimizer.found_inf` on the device: where that is 1, all stays as it is.
+    It stays what it is here when a state is loaded.
     """
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+    def keep_fused(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # PyTorch would take it from the stored groups, and by it the device that `step` is moved to.
+        return {**state_dict, "param_groups": [{**g, "fused": fused} for g in state_dict["param_groups"]]}
+
+    optimizer.register_load_state_dict_pre_hook(keep_fused)
+    return optimizer

@@ -55,3 +55,24 @@ def test_where_found_inf_is_one_a_step_changes_nothing(model):
     for p, value, state in zip(params, before, states):
         assert torch.equal(p, value) and state["step"] == 1
         assert all(torch.equal(optimizer.state[p][name], state[name]) for name in state)
+
+
+def test_a_state_of_steps_that_were_not_fused_goes_on(model):
+    """PyTorch stores how it took its steps; an optimizer that is not fused refuses `found_inf`."""
+    groups = parameter_groups(model.named_parameters(), 0.1)
+    stored, loaded = (
+        build_adamw([{**g} for g in groups], 0.01, (0.9, 0.95), 1e-8, fused=fused) for fused in (False, True)
+    )
+    params = [p for group in groups for p in group["params"]]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    stored.step()
+    state_dict = stored.state_dict()
+    loaded.load_state_dict(state_dict)
+    assert not any(group["fused"] for group in state_dict["param_groups"])  # the caller's, as it was
+    before = [p.detach().clone() for p in params]
+    for found_inf in (1.0, 0.0):
+        loaded.found_inf = torch.tensor(found_inf)
+        loaded.step()
+        assert all(torch.equal(p, q) for p, q in zip(params, before)) == bool(found_inf)
+    assert all(loaded.state[p]["step"] == 2 for p in params)
