@@ -1,5 +1,6 @@
 """What a step measured, while its numbers are still on their way from the device."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ class StepRecord:
     step: int
     row: dict[str, Any]
     spans: dict[str, tuple[Mark, Mark]] = field(default_factory=dict)  # row's name: from, to
+    ended: float = (
+        math.nan
+    )  # by the host's `perf_counter`: when the step was done, or when `finish` saw that it was
     _names: list[str] = field(default_factory=list)
     _values: Tensor | None = None
     _sent: Mark = 0.0
@@ -41,11 +45,17 @@ class StepRecord:
     def finish(self) -> dict[str, Any]:
         """`row`, complete, with spans in seconds. Waits for what `send` asked for; spans must have ended by then."""
         assert self._values is not None
-        if isinstance(self._sent, torch.cuda.Event):
-            self._sent.synchronize()
+        self.ended = _reached(self._sent)
         self.row |= dict(zip(self._names, self._values.tolist()))
         self.row |= {name: _seconds(*span) for name, span in self.spans.items()}
         return self.row
+
+
+def _reached(mark: Mark) -> float:
+    if not isinstance(mark, torch.cuda.Event):
+        return mark
+    mark.synchronize()
+    return time.perf_counter()
 
 
 def _seconds(start: Mark, end: Mark) -> float:

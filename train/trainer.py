@@ -169,7 +169,8 @@ class Trainer:
         def keep(record: StepRecord) -> dict[str, Any]:
             """Write what a step measured, once it is known."""
             row = self._finish(record)
-            elapsed = time.perf_counter() - start
+            # Of a step that is read late without what came after it; of others with their evaluation.
+            elapsed = (record.ended if record is earlier else time.perf_counter()) - start
             row["time/elapsed_s"] = self.elapsed_before + elapsed
             row["time/eta_s"] = elapsed / (record.step - first_step) * (train.max_steps - record.step)
             if recorder is not None:
@@ -177,7 +178,7 @@ class Trainer:
             return row
 
         # The step before this one. Its numbers are read while this one runs: the device never waits for the host, except at
-        # steps that are reported, evaluated or saved.
+        # steps that are reported, evaluated or saved (with FSDP2 at every one: DTensors and found_inf do not go together).
         earlier: StepRecord | None = None
         while self.step < train.max_steps:
             self.step += 1
@@ -209,6 +210,7 @@ class Trainer:
                 continue
             if evaluates:
                 record.row["val/loss"] = self.evaluate()
+                record.row["memory/peak_gib"] = metrics.peak_memory_gib(self.device)
             row = keep(record)
             if reports:
                 self._say(metrics.progress_line(row, train.max_steps))
@@ -284,7 +286,7 @@ class Trainer:
                 # Where it is 1 the optimizers leave everything as it is.
                 optimizer.found_inf = skip.float()  # pyright: ignore[reportAttributeAccessIssue]
                 optimizer.step()
-            elif not skip:  # DTensors and found_inf do not go together
+            elif not skip:  # waits for the device
                 optimizer.step()
         if isinstance(optimizer, SophiaH):
             statistics = self.sharded.statistics(optimizer) if self.sharded else optimizer.statistics()

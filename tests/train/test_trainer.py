@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -426,6 +427,62 @@ def test_numbers_that_are_read_a_step_late_change_nothing(uninterrupted, tmp_pat
         assert "10 times in a row" in result.stderr
         recorded = rows(tmp_path / name / "skip")
         assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
+
+
+@pytest.mark.parametrize("end", ["a signal", "no more data"])
+def test_the_step_before_an_end_is_recorded_and_saved(end, tmp_path, monkeypatch):
+    """Nothing else asks for the numbers of step 5: they are read because the run ends."""
+    from data import DataError
+    from train import distributed
+    from train.trainer import TrainingStopped
+
+    late = ("train.log_every=100", "train.eval_every=100", "train.checkpoint_every=0")
+    trainer = build_trainer(*SMALL, *SOPHIA, *late, f"run.dir={tmp_path}")
+    if end == "a signal":
+        monkeypatch.setattr(distributed, "stop_signal", lambda: signal.SIGTERM if trainer.step == 5 else 0)
+        trainer.run()
+    else:
+        take_batches = trainer._take_batches
+
+        def ending():
+            if trainer.step == 6:
+                raise DataError("no more")
+            return take_batches()
+
+        monkeypatch.setattr(trainer, "_take_batches", ending)
+        with pytest.raises(TrainingStopped, match="no more; after step 5, with a checkpoint"):
+            trainer.run()
+    assert series(tmp_path, "step") == [1, 2, 3, 4, 5] and len(series(tmp_path, "train/loss")) == 5
+    (path,) = list_checkpoints(tmp_path / "checkpoints")
+    stored = torch.load(path, weights_only=True)
+    assert stored["step"] == 5 and stored["optimizer"]["param_groups"][0]["step"] == 5
+
+
+def test_time_and_memory_are_those_of_the_step_not_of_its_reading(tmp_path, monkeypatch):
+    """Step 3 is read after step 4, which takes half a second; the largest memory is the last evaluation's."""
+    from train import metrics
+
+    late = ("train.log_every=100", "train.eval_every=100", "train.max_steps=5")
+    trainer = build_trainer(*SMALL, *ADAMW, *late, f"run.dir={tmp_path}")
+    take_batches, evaluate, peak = trainer._take_batches, trainer.evaluate, [1.0]
+
+    def slow():
+        time.sleep(0.5 if trainer.step == 4 else 0.0)
+        return take_batches()
+
+    def large():
+        peak[0] = 2.0
+        return evaluate()
+
+    monkeypatch.setattr(trainer, "_take_batches", slow)
+    monkeypatch.setattr(trainer, "evaluate", large)
+    monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: peak[0])
+    trainer.run()
+    elapsed = series(tmp_path, "time/elapsed_s")
+    assert elapsed[3] - elapsed[2] >= 0.5
+    eta = [seconds / step * (5 - step) for step, seconds in enumerate(elapsed, 1)]
+    assert series(tmp_path, "time/eta_s") == pytest.approx(eta)
+    assert series(tmp_path, "memory/peak_gib") == [1.0, 1.0, 1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("gradient", ["shared", "separate"])
