@@ -43,7 +43,7 @@ class ClosedForms(TorchFunctionMode):
         if func is F.layer_norm:
             return _layer_norm(*args, **kwargs)
         if func is F.gelu and kwargs.get("approximate") == "tanh":
-            return _Gelu.apply(*args)
+            return _Gelu.apply(*args or [kwargs["input"]])
         return func(*args, **kwargs)
 
 
