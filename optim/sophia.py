@@ -38,9 +38,10 @@ class SophiaH(Optimizer):
     their own, but for k, which is one for all. m and h are fp32, fp64 for fp64 parameters, and appear at a
     parameter's first use. `fused` takes the step in one Triton kernel instead of PyTorch's foreach operators, with the
     same result up to fp32 rounding; None does so for parameters on a CUDA device (fp32, bf16, fp16). Where the attribute
-    `found_inf`, a 0-dim fp32 tensor on their device, is 1, `step` changes nothing but its count of steps, as PyTorch's fused
-    optimizers do; the kernel reads it there, the foreach operators on the host. Raises ValueError for a hyperparameter
-    outside its range and for parameters that are not floating point.
+    `found_inf`, a 0-dim fp32 tensor on their device, is 1, `step` changes nothing but its count of steps; the kernel reads it
+    there, the foreach operators on the host. (PyTorch's fused optimizers do not count such a step. Here the host counts, to know
+    when a Hessian is due: one that was due in such a step comes k steps later.) Raises ValueError for a hyperparameter outside
+    its range and for parameters that are not floating point.
     """
 
     def __init__(

@@ -114,7 +114,9 @@ def test_where_found_inf_is_one_a_step_changes_nothing(fused):
     for p in params:
         p.grad = torch.full_like(p, torch.nan)
     optimizer.found_inf = torch.ones((), device=DEVICE)
+    count = optimizer.param_groups[0]["step"]
     optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [count + 1] * len(optimizer.param_groups)
     for p, (value, state) in zip(params, before):
         assert torch.equal(p, value)
         assert all(torch.equal(optimizer.state[p][name], state[name]) for name in state)
