@@ -429,6 +429,43 @@ def test_numbers_that_are_read_a_step_late_change_nothing(uninterrupted, tmp_pat
         assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
 
 
+@pytest.mark.parametrize("arm", [ADAMW, SOPHIA])
+def test_one_step_that_is_not_finite_among_others_that_are(arm, tmp_path, monkeypatch):
+    """Step 3 is asked for before the host knows of step 2. With `stop` it must not be taken, though its numbers are good."""
+    from train.trainer import TrainingStopped
+
+    def run(name, *more):
+        late = ("train.log_every=100", "train.eval_every=100", "train.checkpoint_every=0")
+        trainer = build_trainer(*SMALL, *arm, *late, *more, f"run.dir={tmp_path / name}")
+        accumulate = trainer._accumulate
+
+        def broken(*arguments):
+            loss, estimate = accumulate(*arguments)
+            return (loss * math.nan if trainer.step == 2 else loss), estimate
+
+        monkeypatch.setattr(trainer, "_accumulate", broken)
+        return trainer
+
+    one = run("one", "train.max_steps=1", "optim.decay_steps=12")
+    one.run()
+    stopped = run("stopped", "optim.decay_steps=12")
+    with pytest.raises(
+        TrainingStopped, match="step 2: train/loss is not finite; the weights are those of step 1"
+    ):
+        stopped.run()
+    assert stopped.step == 3 and series(tmp_path / "stopped", "step") == [1]
+    assert all(torch.equal(p, q) for p, q in zip(stopped.params, one.params))
+
+    skipped = run("skipped", "optim.on_nonfinite=skip")
+    skipped.run()
+    recorded = rows(tmp_path / "skipped")
+    assert [row["step"] for row in recorded] == list(range(1, 13)) and skipped.skipped_in_a_row == 0
+    measured = ("train/loss", "train/grad_norm", "train/momentum_norm", "hessian/norm")
+    assert [row["step"] for row in recorded if "train/nonfinite" in row] == [2]
+    assert not any(key in recorded[1] for key in (*measured, "nonfinite"))
+    assert all(p.isfinite().all() for p in skipped.params)
+
+
 @pytest.mark.parametrize("end", ["a signal", "no more data"])
 def test_the_step_before_an_end_is_recorded_and_saved(end, tmp_path, monkeypatch):
     """Nothing else asks for the numbers of step 5: they are read because the run ends."""
