@@ -33,7 +33,7 @@ ARMS = {
 }
 COMMON = (
     "model=gpt2-small", "model.block_size=2048", "train.precision=bf16", "train.micro_batch_size=4", "train.global_batch_size=16",
-    "train.max_steps=11", "train.eval_every=1000", "train.eval_batches=1", "train.checkpoint_every=0", "train.log_every=1",
+    "train.max_steps=11", "train.eval_every=1000", "train.eval_batches=1", "train.checkpoint_every=0", "train.log_every=1000",
     "train.resume=never", "optim.warmup_steps=5",
 )  # fmt: skip
 INTERVAL = 5

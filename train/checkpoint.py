@@ -148,11 +148,16 @@ def restore_fully_sharded(
     set_optimizer_state_dict(model, optimizer, by_name, options=options)
 
 
+# Keys that older checkpoints do not have, with what was done then.
+_ADDED = {"optim.hessian_method": "reverse"}
+
+
 def differing_keys(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """`key: stored → current` for every flat key that differs."""
     lines = []
     for key in sorted({*stored, *current}):
-        before, after = (values.get(key, "absent") for values in (stored, current))
+        before = stored.get(key, _ADDED.get(key, "absent"))
+        after = current.get(key, "absent")
         if before != after:
             lines.append(f"{key}: {before} → {after}")
     return lines

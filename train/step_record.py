@@ -27,9 +27,7 @@ class StepRecord:
     step: int
     row: dict[str, Any]
     spans: dict[str, tuple[Mark, Mark]] = field(default_factory=dict)  # row's name: from, to
-    ended: float = (
-        math.nan
-    )  # by the host's `perf_counter`: when the step was done, or when `finish` saw that it was
+    ended: float = math.nan  # `perf_counter` when the step was done, or when `finish` saw that it was
     _names: list[str] = field(default_factory=list)
     _values: Tensor | None = None
     _sent: Mark = 0.0

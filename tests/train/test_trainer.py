@@ -332,6 +332,18 @@ def test_resume_refuses_another_configuration(tmp_path):
     assert "has checkpoints that would be lost" in result.stderr
 
 
+def test_a_checkpoint_from_before_a_key_existed_goes_on(uninterrupted):
+    from train.checkpoint import differing_keys, load
+    from train.config import flatten
+
+    stored = flatten(load(list_checkpoints(uninterrupted["sophia"] / "checkpoints")[-1])["config"])
+    older = {key: value for key, value in stored.items() if key != "optim.hessian_method"}
+    assert len(older) == len(stored) - 1 and differing_keys(older, stored) == []
+    assert differing_keys(older, {**stored, "optim.hessian_method": "forward"}) == [
+        "optim.hessian_method: reverse → forward"
+    ]
+
+
 def test_a_run_directory_has_one_process(tmp_path):
     arguments = (*SMALL, *ADAMW, "train.max_steps=5000", "run.dir=run")
     process = start(*arguments, cwd=tmp_path)
