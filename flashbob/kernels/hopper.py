@@ -732,8 +732,8 @@ def _shared_layout(*shape: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
-    """TMA's view of the row vectors [4, B·H, padded rows], all four of `block` rows at a time."""
-    shape = [4, 1, block]
+    """TMA's view of the row vectors [count, B·H, padded rows], all of `block` rows at a time."""
+    shape = [vectors.shape[0], 1, block]
     layout = _shared_layout(*shape, dtype=torch.float32)
     return TensorDescriptor(vectors, list(vectors.shape), list(vectors.stride()), shape, layout)
 

@@ -1,0 +1,450 @@
+"""The first backward for Hopper (compute capability 9.0) in Gluon, in the manner of hopper.py; formulas and results are those
+of backward.py, which serves everything that `hopper.able` refuses.
+
+A warpgroup holds a block of rows (for dQ) or of keys (for dK and dV) and streams the other side's tiles, which arrive by TMA.
+Its products run while it works on the scores of the tile: the next tile's S in the shadow of the last product.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .common import DO_NOT_SPECIALIZE, Problem
+from .hopper import (
+    LOG2E,
+    _arguments,
+    _descriptor,
+    _fetch,
+    _fetch_vectors,
+    _next_tile,
+    _program_block,
+    _splits,
+    _tile_pointers,
+    _vectors_descriptor,
+    thread_barrier,
+)
+from .launch import launch
+
+
+@gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _backward_rows(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    do_ptr,
+    o_ptr,
+    lse_ptr,
+    dq_ptr,
+    vectors_ptr,
+    do_strides,
+    o_strides,
+    dq_strides,
+    vector_stride,
+    padded_rows,
+    scale,
+    window,
+    H,
+    GROUP,
+    N_q,
+    N_k,
+    num_heads,
+    section,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD_OPERANDS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+
+    num_blocks = padded_rows // BLOCK_M
+    block, batch_head = _program_block(num_blocks, num_heads, section)
+    if CAUSAL:
+        block = num_blocks - 1 - block  # the last rows see most keys: first
+    batch, head = batch_head // H, batch_head % H
+    kv_head = head // GROUP
+    m0 = block * BLOCK_M
+    lo = 0 * N_k
+    hi = N_k
+    full_begin = lo  # tiles that start from here on
+    full_end = N_k - BLOCK_N  # and up to here need no mask
+    if CAUSAL:
+        hi = gl.maximum(gl.minimum(m0 + BLOCK_M, N_q) + (N_k - N_q), 0)
+        full_end = gl.minimum(full_end, m0 + (N_k - N_q) + 1 - BLOCK_N)
+        if WINDOW:
+            lo = gl.maximum(m0 + (N_k - N_q) - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_begin = m0 + BLOCK_M + (N_k - N_q) - window
+    hi = gl.where(m0 < N_q, hi, 0)
+    total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
+
+    q_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(barriers.index(i), count=1)
+
+    held_barrier = barriers.index(STAGES)
+    mbarrier.expect(held_barrier, 2 * BLOCK_M * HEAD_DIM * 2)
+    _fetch(q_desc, batch, head, m0, held_barrier, q_smem, True)
+    _fetch(do_desc, batch, head, m0, held_barrier, do_smem, True)
+    for i in gl.static_range(STAGES - 1):
+        pred = i < total
+        mbarrier.expect(barriers.index(i), 2 * BLOCK_N * HEAD_DIM * 2, pred=pred)
+        _fetch(k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
+        _fetch(v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
+    slot = STAGES - 1 + 0 * total
+
+    # D = <dO, O> in the sums' layout, and L = +inf beyond the last row: P is 0 there.
+    out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    exists = (out_rows < N_q)[:, None]
+    do_tile = gl.load(_tile_pointers(do_ptr, do_strides, batch, head, out_rows, dims), exists, 0.0)
+    o_tile = gl.load(_tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
+    delta = gl.convert_layout(gl.sum(do_tile.to(gl.float32) * o_tile.to(gl.float32), 1), ROWS)
+    rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
+    lse2 = gl.load(lse_ptr + batch_head.to(gl.int64) * N_q + rows, rows < N_q, float("inf")) * LOG2E
+    vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
+    gl.store(vectors, lse2)
+    gl.store(vectors + vector_stride.to(gl.int64), delta)
+
+    q = q_smem.reshape([BLOCK_M, HEAD_DIM])
+    do = do_smem.reshape([BLOCK_M, HEAD_DIM])
+    mbarrier.wait(held_barrier, 0)
+    if HELD_OPERANDS >= 1:
+        q = q.load(HELD)
+    if HELD_OPERANDS >= 2:
+        do = do.load(HELD)
+
+    keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
+    stage, phase = 0 * total, 0 * total
+    mbarrier.wait(barriers.index(0), 0, pred=total > 0)
+    s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False)
+    for it in range(total):
+        n0 = lo + it * BLOCK_N
+        k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        v = v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
+
+        thread_barrier()  # every warp is done with the tile before: its slot can be filled
+        next_n0 = n0 + (STAGES - 1) * BLOCK_N
+        pred = next_n0 < hi
+        bar = barriers.index(slot)
+        mbarrier.expect(bar, 2 * BLOCK_N * HEAD_DIM * 2, pred=pred)
+        _fetch(k_desc, batch, kv_head, next_n0, bar, k_ring.index(slot), pred)
+        _fetch(v_desc, batch, kv_head, next_n0, bar, v_ring.index(slot), pred)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+        p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
+        if n0 > full_end or (WINDOW and n0 < full_begin):
+            valid = (n0 + keys < N_k)[None, :]
+            if CAUSAL:
+                distance = rows[:, None] + (N_k - N_q) - n0 - keys[None, :]
+                valid = valid & (distance >= 0)
+                if WINDOW:
+                    valid = valid & (distance < window)
+            p = gl.where(valid, p, 0.0)
+        a = warpgroup_mma_wait(0, deps=[a])
+        ds = gl.convert_layout((p * (a - delta[:, None])).to(dtype), OPERAND)
+        dq = warpgroup_mma(ds, k, dq, is_async=True)  # dS K
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+        next_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dq, s = warpgroup_mma_wait(0, deps=[dq, s])
+
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.invalidate(barriers.index(i))
+    gl.store(_tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims), (dq * scale).to(dtype), exists)
+
+
+@gluon.jit
+def _stream_rows(
+    descs,
+    held,
+    rings,
+    barriers,
+    place,
+    first_head,
+    H,
+    lo,
+    hi,
+    total,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The copying warp of `_backward_keys`; barriers as in `hopper._stream_rows`."""
+    q_desc, do_desc, k_desc, v_desc, vectors_desc = descs
+    k_smem, v_smem = held
+    q_ring, do_ring, vectors_ring = rings
+    batch, kv_head, _, n0 = place
+    TILE_BYTES: gl.constexpr = 2 * BLOCK_M * HEAD_DIM * 2 + 2 * BLOCK_M * 4
+    held_barrier = barriers.index(2 * STAGES)
+    mbarrier.expect(held_barrier, 2 * BLOCK_N * HEAD_DIM * 2)
+    _fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
+    _fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
+    m0, head = lo, first_head
+    slot, phase = 0 * total, 0 * total + 1  # the phase before a barrier's first counts as complete
+    for _ in range(total):
+        mbarrier.wait(barriers.index(STAGES + slot), phase)
+        here = barriers.index(slot)
+        mbarrier.expect(here, TILE_BYTES)
+        _fetch(q_desc, batch, head, m0, here, q_ring.index(slot), True)
+        _fetch(do_desc, batch, head, m0, here, do_ring.index(slot), True)
+        _fetch_vectors(vectors_desc, batch * H + head, m0, here, vectors_ring.index(slot), True)
+        m0, head = _next_tile(m0, head, lo, hi, BLOCK_M)
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
+def _sum_over_rows(
+    held,
+    rings,
+    barriers,
+    place,
+    bounds,
+    scale,
+    window,
+    outputs,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD_OPERANDS: gl.constexpr,
+):
+    """The computing warps of `_backward_keys`."""
+    k_smem, v_smem = held
+    q_ring, do_ring, vectors_ring = rings
+    batch, kv_head, split, n0 = place
+    lo, hi, full_begin, full_end, total, N_q, N_k = bounds
+    dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride = outputs
+    dtype: gl.constexpr = q_ring.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    k = k_smem.reshape([BLOCK_N, HEAD_DIM])
+    v = v_smem.reshape([BLOCK_N, HEAD_DIM])
+    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    if HELD_OPERANDS >= 1:
+        k = k.load(HELD)
+    if HELD_OPERANDS >= 2:
+        v = v.load(HELD)
+
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
+    keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
+    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
+    dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
+    dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
+
+    m0 = lo
+    stage, phase = 0 * total, 0 * total
+    mbarrier.wait(barriers.index(0), 0, pred=total > 0)
+    s = warpgroup_mma(k, q_ring.index(0).reshape([BLOCK_M, HEAD_DIM]).permute([1, 0]), nothing, use_acc=False)
+    for it in range(total):
+        q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        vectors = vectors_ring.index(stage).reshape([2, BLOCK_M])  # log2(e) L, D
+        a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
+        p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
+        if CAUSAL:
+            if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
+                distance = m0 + columns[None, :] + (N_k - N_q) - keys[:, None]
+                valid = distance >= 0
+                if WINDOW:
+                    valid = valid & (distance < window)
+                p = gl.where(valid, p, 0.0)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), OPERAND), do, dv, is_async=True)  # Pᵀ dO
+        a = warpgroup_mma_wait(1, deps=[a])
+        ds = (p * (a - vectors.slice(1, 1).load(SCORES))).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)  # dSᵀ Q
+        used = STAGES + stage
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
+        mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+        next_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
+        mbarrier.arrive(barriers.index(used), count=1)
+
+    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    exists = (out_keys < N_k)[:, None]
+    offset = split.to(gl.int64) * split_stride
+    dk_tile = _tile_pointers(dk_ptr + offset, dk_strides, batch, kv_head, out_keys, dims)
+    gl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), exists)
+    dv_tile = _tile_pointers(dv_ptr + offset, dv_strides, batch, kv_head, out_keys, dims)
+    gl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), exists)
+
+
+@gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _backward_keys(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    vectors_desc,
+    dk_ptr,
+    dv_ptr,
+    dk_strides,
+    dv_strides,
+    split_stride,
+    scale,
+    window,
+    H,
+    GROUP,
+    MEMBERS,
+    N_q,
+    N_k,
+    num_heads,
+    section,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD_OPERANDS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    num_blocks = gl.cdiv(N_k, BLOCK_N)
+    # As in hopper.py's column pass: a "head" of the grid is a key head and MEMBERS of its group's query heads.
+    block, part = _program_block(num_blocks, num_heads, section)
+    splits = GROUP // MEMBERS
+    batch_kv_head, split = part // splits, part % splits
+    kv_heads = H // GROUP
+    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+    first_head = kv_head * GROUP + split * MEMBERS
+    n0 = block * BLOCK_N
+    lo = 0 * N_q
+    full_begin = lo
+    hi = N_q
+    full_end = N_q
+    if CAUSAL:
+        shift = N_k - N_q
+        lo = gl.maximum(n0 - shift, 0) // BLOCK_M * BLOCK_M
+        full_begin = n0 + BLOCK_N - 1 - shift  # rows from here on see all keys of the block
+        if WINDOW:
+            full_end = n0 - shift + window  # and up to here
+            hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
+    total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
+
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
+    vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 1, BLOCK_M], vectors_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * STAGES + 1):
+        mbarrier.init(barriers.index(i), count=1)
+
+    descs = (q_desc, do_desc, k_desc, v_desc, vectors_desc)
+    held = (k_smem, v_smem)
+    rings = (q_ring, do_ring, vectors_ring)
+    place = (batch, kv_head, split, n0)
+    bounds = (lo, hi, full_begin, full_end, total, N_q, N_k)
+    outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride)
+    gl.warp_specialize(
+        [
+            (
+                _sum_over_rows,
+                (held, rings, barriers, place, bounds, scale, window, outputs,
+                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS),
+            ),
+            (
+                _stream_rows,
+                (descs, held, rings, barriers, place, first_head, H, lo, hi, total,
+                 HEAD_DIM, BLOCK_M, BLOCK_N, STAGES),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def backward_rows(
+    problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, tile: dict
+) -> tuple[Tensor, Tensor]:
+    """(dQ like q, row vectors fp32 [2, B·H, padded rows]: L·log2(e), D), of a call that `hopper.able` takes."""
+    dq = torch.empty_like(q)
+    vectors = problem.row_vectors(2)
+    tensors = {
+        "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "do_ptr": do, "o_ptr": o, "lse_ptr": lse.contiguous(),
+        "dq_ptr": dq, "vectors_ptr": vectors,
+    }  # fmt: skip
+
+    def prepare(tile: dict) -> tuple[int, dict]:
+        block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
+        num_heads = problem.batch * problem.heads
+        streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
+        return problem.padded_rows // block_m * num_heads, _arguments(problem) | tile | {
+            "q_desc": _descriptor(q, block_m), "do_desc": _descriptor(do, block_m),
+            "k_desc": _descriptor(k, block_n), "v_desc": _descriptor(v, block_n),
+            "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
+            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
+        }  # fmt: skip
+
+    launch(_backward_rows, problem, tensors, prepare, tile)
+    return dq, vectors
+
+
+def backward_keys(
+    problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: Tensor, *, tile: dict
+) -> tuple[Tensor, Tensor]:
+    """(dK like k, dV like v), with `backward_rows`' row vectors."""
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
+    num_heads = problem.batch * problem.kv_heads
+    group = problem.heads // problem.kv_heads
+    num_blocks = triton.cdiv(problem.num_keys, block_n)
+    splits = _splits(num_blocks * num_heads, group, problem.device)
+    sums_k, sums_v, split_stride = dk, dv, 0
+    if splits > 1:
+        sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
+        split_stride = sums_k.stride(0)
+    tensors = {
+        "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "vectors_desc": vectors, "dk_ptr": sums_k, "dv_ptr": sums_v,
+    }  # fmt: skip
+
+    def prepare(tile: dict) -> tuple[int, dict]:
+        streamed = 2 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
+        return num_blocks * num_heads * splits, _arguments(problem) | tile | {
+            "q_desc": _descriptor(q, block_m), "do_desc": _descriptor(do, block_m),
+            "k_desc": _descriptor(k, block_n), "v_desc": _descriptor(v, block_n),
+            "vectors_desc": _vectors_descriptor(vectors, block_m),
+            "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:], "split_stride": split_stride,
+            "MEMBERS": group // splits,
+            "num_heads": num_heads * splits, "section": problem.section(streamed, num_heads * splits),
+        }  # fmt: skip
+
+    launch(_backward_keys, problem, tensors, prepare, tile)
+    if splits > 1:
+        dk.copy_(sums_k.sum(0))
+        dv.copy_(sums_v.sum(0))
+    return dk, dv
