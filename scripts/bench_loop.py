@@ -21,6 +21,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 ARMS = {
     "adamw": ("arm=adamw", "train.compile=true"),
+    "adamw-graph": ("arm=adamw", "train.compile=true", "train.cuda_graph=true"),
     "sophia-flashbob": (
         "arm=sophia-flashbob",
         "train.compile=true",
@@ -40,7 +41,7 @@ INTERVAL = 5
 
 
 def command(arm: str, data: list[str], directory: Path, *more: str) -> list[str]:
-    interval = () if arm == "adamw" else (f"optim.hessian_interval={INTERVAL}",)
+    interval = () if arm.startswith("adamw") else (f"optim.hessian_interval={INTERVAL}",)
     return [
         sys.executable,
         str(ROOT / "train.py"),

@@ -102,9 +102,7 @@ class TrainConfig:
     global_batch_size: int  # sequences in one optimizer step, over all ranks
     precision: Literal["fp64", "fp32", "bf16"]  # bf16: autocast over fp32 weights
     compile: bool  # torch.compile: ordinary steps, and the Hessian step as one traced graph
-    cuda_graph: (
-        bool  # that traced graph replayed as one CUDA graph, with the memory of a Hessian step kept for it
-    )
+    cuda_graph: bool  # each pass of a micro-batch replayed as one CUDA graph, which keeps the memory of the pass to itself
     shard: Literal[
         "none", "zero1", "fsdp2"
     ]  # what the ranks share out: nothing, the optimizer's states (ZeRO-1),

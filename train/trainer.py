@@ -32,6 +32,7 @@ from optim import (
 )
 from train import checkpoint, distributed, metrics
 from train.config import Config, ConfigError, SophiaConfig, flatten, may_change_on_resume, public_dict
+from train.gradient_graph import GradientGraph
 from train.model import GPT, GPTConfig, attention_function
 from train.step_record import StepRecord, mark
 
@@ -97,6 +98,9 @@ class Trainer:
         self.ordinary_model = self.data_parallel or self.model
         if config.train.compile:
             self.ordinary_model = torch.compile(self.ordinary_model)
+        self.gradient_graph: GradientGraph | None = None
+        if self._replays_gradients():
+            self.gradient_graph = GradientGraph(self._add_gradient, self.params)
         self.estimator = self.second_order = None
         if isinstance(self.optimizer, SophiaH):
             assert isinstance(config.optim, SophiaConfig)
@@ -291,8 +295,8 @@ class Trainer:
         if isinstance(optimizer, SophiaH):
             statistics = self.sharded.statistics(optimizer) if self.sharded else optimizer.statistics()
             measured |= {name: statistics[key] for name, key in _STATISTICS.items()}
-        # DDP's gradients stay views of its buckets.
-        self.model.zero_grad(set_to_none=self.data_parallel is None)
+        # DDP's gradients stay views of its buckets, and a CUDA graph adds to where they are.
+        self.model.zero_grad(set_to_none=self.data_parallel is None and self.gradient_graph is None)
         row["memory/peak_gib"] = metrics.peak_memory_gib(self.device)
         record.spans["time/step_s"] = start, record.send(measured, self.device)
         return record
@@ -332,7 +336,7 @@ class Trainer:
         holds before the last backward pass, of ordinary rounds and of Hessian rounds that share their gradients, is this
         rank's own sum. In that pass DDP averages the whole of each `.grad` as soon as the pass has added its part, so the
         result is the mean over all rounds and ranks, whatever made them, up to the order of sums. A step of Hessian rounds
-        alone has no such pass: it averages at its end.
+        alone, or of a CUDA graph's, has no such pass: it averages at its end.
         """
         optim = self.config.optim
         hessian_rounds = self.hessian_rounds if is_hessian_step else 0
@@ -360,15 +364,20 @@ class Trainer:
         for round in ordinary_rounds:
             is_last = round == ordinary_rounds[-1]
             with self.data_parallel.no_sync() if self.data_parallel and not is_last else nullcontext():
-                with record_function("forward"), self._autocast():
-                    _, loss = self.ordinary_model(*self._to_device(batches[round]))
-                with record_function("backward"):
-                    (loss / self.rounds).backward()
-            loss_sum += loss.detach()
-        if not ordinary_rounds:
+                add_gradient = self.gradient_graph or self._add_gradient
+                loss_sum += add_gradient(*self._to_device(batches[round]))
+        if not ordinary_rounds or self.gradient_graph is not None:
             with record_function("all_reduce"):
                 distributed.mean_over_ranks(self.world, [p.grad for p in self.params if p.grad is not None])
         return loss_sum, estimate
+
+    def _add_gradient(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Add a micro-batch's share of the mean gradient to `.grad`. Returns its loss."""
+        with record_function("forward"), self._autocast():
+            _, loss = self.ordinary_model(tokens, targets)
+        with record_function("backward"):
+            (loss / self.rounds).backward()
+        return loss.detach()
 
     def _take_batches(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of the step: tokens and targets, on the CPU.
@@ -475,9 +484,15 @@ class Trainer:
             self.sharded.attach(optimizer)
         return optimizer
 
+    def _replays_gradients(self) -> bool:
+        """Whether ordinary rounds are CUDA graphs. Dropout's masks, and FSDP2's collectives, are not for a graph."""
+        train = self.config.train
+        return train.cuda_graph and not self.fully_sharded and self.config.model.dropout == 0
+
     def _data_parallel(self) -> DistributedDataParallel | None:
-        """The model as ordinary steps of several ranks run it; None for one rank, and where FSDP2 does this itself."""
-        if self.world.size == 1 or self.fully_sharded:
+        """The model as ordinary steps of several ranks run it; None for one rank, and where FSDP2 or the end of the step do
+        this instead."""
+        if self.world.size == 1 or self.fully_sharded or self._replays_gradients():
             return None
         return distributed.data_parallel(self.model)
 
