@@ -22,6 +22,7 @@ from .common import (
     LOG2E,
     Problem,
     head_pointer,
+    hopper,
     keep_mask,
     key_range,
     load_padding,
@@ -33,6 +34,7 @@ from .common import (
     visible,
 )
 from .launch import launch
+from .tuning import FORCED, hopper_tile
 
 # Row vectors that the second kernel reads: log2(e)·L and D.
 NUM_VECTORS = 2
@@ -369,6 +371,13 @@ def backward(
     problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ like q, dK like k, dV like v)."""
+    own = None if FORCED.keys() & {"backward_rows", "backward_keys"} else hopper(q.device)
+    if own is not None and own.able(problem, (q, k, v, do)):
+        dq, vectors = own.backward_rows(
+            problem, do, q, k, v, o, lse, tile=hopper_tile("backward_rows", problem.head_dim)
+        )
+        tile = hopper_tile("backward_keys", problem.head_dim)
+        return dq, *own.backward_keys(problem, do, q, k, v, vectors, tile=tile)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     vectors = problem.row_vectors(NUM_VECTORS)
     row_bytes = problem.head_dim * q.element_size()

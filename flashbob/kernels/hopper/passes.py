@@ -8,14 +8,10 @@ row_pass.py and column_pass.py, which serve everything that `able` refuses.
 With d = 128 the sums alone would fill a warpgroup's registers. There two warpgroups (PAIR) share a block: each computes the
 scores of half of the streamed tile and the sums of half of the columns, and the operands of the output products
 (P and its like) pass between them through shared memory.
-
-Runs with Gluon of triton 3.6; compiled for sm_90 with that of 3.9 too.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-
-import functools
 
 import torch
 import triton
@@ -25,47 +21,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .common import DO_NOT_SPECIALIZE, Problem
-from .launch import launch
-
-# Their names in triton 3.9, and in 3.6.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _program_block(num_blocks, num_heads, section):
-    """`common.program_block`."""
-    pid = gl.program_id(0)
-    first = pid // (section * num_blocks) * section
-    size = gl.minimum(section, num_heads - first)
-    rest = pid - first * num_blocks
-    return rest // size, first + rest % size
-
-
-@gluon.jit
-def _fetch(desc, batch, head, start, barrier, buffer, pred):
-    async_load(desc, [batch, head, start, 0], barrier, buffer, pred=pred)
-
-
-@gluon.jit
-def _fetch_vectors(desc, batch_head, start, barrier, buffer, pred):
-    async_load(desc, [0, batch_head, start], barrier, buffer, pred=pred)
-
-
-@gluon.jit
-def _next_tile(start, head, first, end, BLOCK: gl.constexpr):
-    """The tile after this one: the next BLOCK rows, or the first ones of the next head."""
-    start += BLOCK
-    wrap = start >= end
-    return gl.where(wrap, first, start), gl.where(wrap, head + 1, head)
+from ..common import DO_NOT_SPECIALIZE, Problem
+from ..launch import launch
+from .common import (
+    LOG2E,
+    common_arguments,
+    fetch,
+    fetch_vectors,
+    group_splits,
+    next_tile,
+    program_block,
+    thread_barrier,
+    tile_descriptor,
+    tile_pointers,
+    vectors_descriptor,
+)
 
 
 @gluon.jit
@@ -115,21 +89,21 @@ def _stream_rows(
     TILE_BYTES: gl.constexpr = 3 * BLOCK_M * HEAD_DIM * 2 + 4 * BLOCK_M * 4
     held_barrier = barriers.index(2 * STAGES)
     mbarrier.expect(held_barrier, 4 * BLOCK_N * HEAD_DIM * 2)
-    _fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
-    _fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
-    _fetch(u_k_desc, batch, kv_head, n0, held_barrier, u_k_smem, True)
-    _fetch(u_v_desc, batch, kv_head, n0, held_barrier, u_v_smem, True)
+    fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
+    fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
+    fetch(u_k_desc, batch, kv_head, n0, held_barrier, u_k_smem, True)
+    fetch(u_v_desc, batch, kv_head, n0, held_barrier, u_v_smem, True)
     m0, head = lo, first_head
     slot, phase = 0 * total, 0 * total + 1  # the phase before a barrier's first counts as complete
     for _ in range(total):
         mbarrier.wait(barriers.index(STAGES + slot), phase)
         here = barriers.index(slot)
         mbarrier.expect(here, TILE_BYTES)
-        _fetch(q_desc, batch, head, m0, here, q_ring.index(slot), True)
-        _fetch(do_desc, batch, head, m0, here, do_ring.index(slot), True)
-        _fetch(u_q_desc, batch, head, m0, here, u_q_ring.index(slot), True)
-        _fetch_vectors(vectors_desc, batch * H + head, m0, here, vectors_ring.index(slot), True)
-        m0, head = _next_tile(m0, head, lo, hi, BLOCK_M)
+        fetch(q_desc, batch, head, m0, here, q_ring.index(slot), True)
+        fetch(do_desc, batch, head, m0, here, do_ring.index(slot), True)
+        fetch(u_q_desc, batch, head, m0, here, u_q_ring.index(slot), True)
+        fetch_vectors(vectors_desc, batch * H + head, m0, here, vectors_ring.index(slot), True)
+        m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -245,9 +219,9 @@ def _sum_over_rows(
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
     exists = (out_keys < N_k)[:, None]
     offset = split.to(gl.int64) * split_stride
-    grad_k = _tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
+    grad_k = tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
     gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
-    grad_v = _tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
+    grad_v = tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
     gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
 
 
@@ -288,7 +262,7 @@ def _column_pass(
     PAIR: gl.constexpr = num_warps == 8
     num_blocks = gl.cdiv(N_k, BLOCK_N)
     # A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
-    block, part = _program_block(num_blocks, num_heads, section)
+    block, part = program_block(num_blocks, num_heads, section)
     splits = GROUP // MEMBERS
     batch_kv_head, split = part // splits, part % splits
     kv_heads = H // GROUP
@@ -366,7 +340,7 @@ def column_pass(
     num_heads = problem.batch * problem.kv_heads
     group = problem.heads // problem.kv_heads
     num_blocks = triton.cdiv(problem.num_keys, block_n)
-    splits = _splits(num_blocks * num_heads, group, problem.device)
+    splits = group_splits(num_blocks * num_heads, group, problem.device)
     sums_k, sums_v, split_stride = grad_k, grad_v, 0
     if splits > 1:
         sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
@@ -379,12 +353,12 @@ def column_pass(
     def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 3 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
         descriptors = {
-            f"{name}_desc": _descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
+            f"{name}_desc": tile_descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
         }
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
-            descriptors[f"{name}_desc"] = _descriptor(x, block_n)
-        return num_blocks * num_heads * splits, descriptors | _arguments(problem) | tile | {
-            "vectors_desc": _vectors_descriptor(vectors, block_m),
+            descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
+        return num_blocks * num_heads * splits, descriptors | common_arguments(problem) | tile | {
+            "vectors_desc": vectors_descriptor(vectors, block_m),
             "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:], "split_stride": split_stride,
             "MEMBERS": group // splits,
             "num_heads": num_heads * splits, "section": problem.section(streamed, num_heads * splits),
@@ -402,13 +376,6 @@ def _share_of_registers(num_warps: int) -> int:
     """Registers a thread when the kernel starts, with the four warps among which the copying one is: two programs of four
     computing warps fit on a multiprocessor, or one of eight. The copying warp then hands most of its share over."""
     return 128 if num_warps == 4 else 168
-
-
-def _splits(programs: int, group: int, device: torch.device) -> int:
-    """Parts of a group of query heads, each summed by programs of its own: enough to fill the GPU twice, where there are
-    few key heads. The parts are added up in a fixed order, so that results stay the same on every run."""
-    enough = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-    return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
 
 
 @gluon.jit
@@ -478,7 +445,7 @@ def _row_pass(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     num_blocks = padded_rows // BLOCK_M
-    block, batch_head = _program_block(num_blocks, num_heads, section)
+    block, batch_head = program_block(num_blocks, num_heads, section)
     if CAUSAL:
         block = num_blocks - 1 - block  # the last rows see most keys: first
     batch, head = batch_head // H, batch_head % H
@@ -514,24 +481,24 @@ def _row_pass(
 
     held_barrier = barriers.index(STAGES)
     mbarrier.expect(held_barrier, 3 * BLOCK_M * HEAD_DIM * 2)
-    _fetch(q_desc, batch, head, m0, held_barrier, q_smem, True)
-    _fetch(do_desc, batch, head, m0, held_barrier, do_smem, True)
-    _fetch(u_q_desc, batch, head, m0, held_barrier, u_q_smem, True)
+    fetch(q_desc, batch, head, m0, held_barrier, q_smem, True)
+    fetch(do_desc, batch, head, m0, held_barrier, do_smem, True)
+    fetch(u_q_desc, batch, head, m0, held_barrier, u_q_smem, True)
     for i in gl.static_range(STAGES - 1):
         pred = i < total
         mbarrier.expect(barriers.index(i), 4 * BLOCK_N * HEAD_DIM * 2, pred=pred)
-        _fetch(k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
-        _fetch(v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
-        _fetch(u_k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), u_k_ring.index(i), pred)
-        _fetch(u_v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), u_v_ring.index(i), pred)
+        fetch(k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
+        fetch(v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
+        fetch(u_k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), u_k_ring.index(i), pred)
+        fetch(u_v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), u_v_ring.index(i), pred)
     slot = STAGES - 1 + 0 * total
 
     # D = <dO, O> in the sums' layout, and L = +inf beyond the last row: P is 0 there.
     out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
     exists = (out_rows < N_q)[:, None]
-    do_tile = gl.load(_tile_pointers(do_ptr, do_strides, batch, head, out_rows, dims), exists, 0.0)
-    o_tile = gl.load(_tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
+    do_tile = gl.load(tile_pointers(do_ptr, do_strides, batch, head, out_rows, dims), exists, 0.0)
+    o_tile = gl.load(tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
     out_delta = gl.sum(do_tile.to(gl.float32) * o_tile.to(gl.float32), 1)
     delta = gl.convert_layout(out_delta, ROWS)
     rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
@@ -575,10 +542,10 @@ def _row_pass(
         pred = next_n0 < hi
         bar = barriers.index(slot)
         mbarrier.expect(bar, 4 * BLOCK_N * HEAD_DIM * 2, pred=pred)
-        _fetch(k_desc, batch, kv_head, next_n0, bar, k_ring.index(slot), pred)
-        _fetch(v_desc, batch, kv_head, next_n0, bar, v_ring.index(slot), pred)
-        _fetch(u_k_desc, batch, kv_head, next_n0, bar, u_k_ring.index(slot), pred)
-        _fetch(u_v_desc, batch, kv_head, next_n0, bar, u_v_ring.index(slot), pred)
+        fetch(k_desc, batch, kv_head, next_n0, bar, k_ring.index(slot), pred)
+        fetch(v_desc, batch, kv_head, next_n0, bar, v_ring.index(slot), pred)
+        fetch(u_k_desc, batch, kv_head, next_n0, bar, u_k_ring.index(slot), pred)
+        fetch(u_v_desc, batch, kv_head, next_n0, bar, u_v_ring.index(slot), pred)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
         p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
@@ -642,23 +609,14 @@ def _row_pass(
 
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
     e0 = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
-    dq = gl.load(_tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims), exists, 0.0)
+    dq = gl.load(tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims), exists, 0.0)
     grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
-    gl.store(
-        _tile_pointers(grad_q_ptr, grad_q_strides, batch, head, out_rows, dims), grad_q.to(dtype), exists
-    )
-    o_tile = gl.load(_tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
+    gl.store(tile_pointers(grad_q_ptr, grad_q_strides, batch, head, out_rows, dims), grad_q.to(dtype), exists)
+    o_tile = gl.load(tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
     grad_do = do_sum - alpha * o_tile.to(gl.float32)  # dÕ = dÕ° − α O
     gl.store(
-        _tile_pointers(grad_do_ptr, grad_do_strides, batch, head, out_rows, dims), grad_do.to(dtype), exists
+        tile_pointers(grad_do_ptr, grad_do_strides, batch, head, out_rows, dims), grad_do.to(dtype), exists
     )
-
-
-@gluon.jit
-def _tile_pointers(pointer, strides, batch, head, rows, dims):
-    """Pointers to [rows, dims] of one head, in 64 bits."""
-    pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-    return pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3]
 
 
 def row_pass(
@@ -690,70 +648,14 @@ def row_pass(
         num_heads = problem.batch * problem.heads
         streamed = 4 * problem.num_keys * problem.head_dim * q.element_size()
         descriptors = {
-            f"{name}_desc": _descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
+            f"{name}_desc": tile_descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
         }
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
-            descriptors[f"{name}_desc"] = _descriptor(x, block_n)
-        return problem.padded_rows // block_m * num_heads, descriptors | _arguments(problem) | tile | {
+            descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
+        return problem.padded_rows // block_m * num_heads, descriptors | common_arguments(problem) | tile | {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
         }  # fmt: skip
 
     launch(_row_pass, problem, tensors, prepare, tile)
     return grad_q, grad_do, vectors
-
-
-def _arguments(problem: Problem) -> dict:
-    """Arguments that both kernels take."""
-    return {
-        "scale": problem.scale,
-        "window": problem.window_size or 0,
-        "H": problem.heads,
-        "GROUP": problem.heads // problem.kv_heads,
-        "N_q": problem.num_rows,
-        "N_k": problem.num_keys,
-        "CAUSAL": problem.is_causal,
-        "WINDOW": problem.window_size is not None,
-        "HEAD_DIM": problem.head_dim,
-    }
-
-
-def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """TMA's view of [B, H, N, d] in tiles of `block` rows. A dimension of size 1 has any stride."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
-    shape = [1, 1, block, x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
-
-
-@functools.cache
-def _shared_layout(*shape: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
-    return gl.NVMMASharedLayout.get_default_for(list(shape), element)
-
-
-def _vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
-    """TMA's view of the row vectors [count, B·H, padded rows], all of `block` rows at a time."""
-    shape = [vectors.shape[0], 1, block]
-    layout = _shared_layout(*shape, dtype=torch.float32)
-    return TensorDescriptor(vectors, list(vectors.shape), list(vectors.stride()), shape, layout)
-
-
-def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these kernels take the call: bf16 or fp16, d of 64 or 128, no padding or dropout, and TMA's alignment."""
-    plain = problem.key_padding_mask is None and problem.dropout_seed is None
-    return (
-        plain
-        and problem.dtype in (torch.bfloat16, torch.float16)
-        and problem.head_dim in (64, 128)
-        and all(x is not None and _aligned(x) for x in tensors)
-    )
-
-
-def _aligned(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and _aligned_strides(x.shape, x.stride())
-
-
-@functools.cache
-def _aligned_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    outer = [stride for size, stride in zip(shape[:3], strides) if size > 1]
-    return strides[3] == 1 and all(s > 0 and s % 8 == 0 for s in outer)

@@ -1,5 +1,5 @@
-"""The first backward for Hopper (compute capability 9.0) in Gluon, in the manner of hopper.py; formulas and results are those
-of backward.py, which serves everything that `hopper.able` refuses.
+"""The first backward for Hopper (compute capability 9.0) in Gluon, in the manner of passes.py; formulas and results are
+those of ../backward.py, which serves everything that `able` refuses.
 
 A warpgroup holds a block of rows (for dQ) or of keys (for dK and dV) and streams the other side's tiles, which arrive by TMA.
 Its products run while it works on the scores of the tile: the next tile's S in the shadow of the last product.
@@ -15,21 +15,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import DO_NOT_SPECIALIZE, Problem
-from .hopper import (
+from ..common import DO_NOT_SPECIALIZE, Problem
+from ..launch import launch
+from .common import (
     LOG2E,
-    _arguments,
-    _descriptor,
-    _fetch,
-    _fetch_vectors,
-    _next_tile,
-    _program_block,
-    _splits,
-    _tile_pointers,
-    _vectors_descriptor,
+    common_arguments,
+    fetch,
+    fetch_vectors,
+    group_splits,
+    next_tile,
+    program_block,
     thread_barrier,
+    tile_descriptor,
+    tile_pointers,
+    vectors_descriptor,
 )
-from .launch import launch
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -74,7 +74,7 @@ def _backward_rows(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     num_blocks = padded_rows // BLOCK_M
-    block, batch_head = _program_block(num_blocks, num_heads, section)
+    block, batch_head = program_block(num_blocks, num_heads, section)
     if CAUSAL:
         block = num_blocks - 1 - block  # the last rows see most keys: first
     batch, head = batch_head // H, batch_head % H
@@ -103,21 +103,21 @@ def _backward_rows(
 
     held_barrier = barriers.index(STAGES)
     mbarrier.expect(held_barrier, 2 * BLOCK_M * HEAD_DIM * 2)
-    _fetch(q_desc, batch, head, m0, held_barrier, q_smem, True)
-    _fetch(do_desc, batch, head, m0, held_barrier, do_smem, True)
+    fetch(q_desc, batch, head, m0, held_barrier, q_smem, True)
+    fetch(do_desc, batch, head, m0, held_barrier, do_smem, True)
     for i in gl.static_range(STAGES - 1):
         pred = i < total
         mbarrier.expect(barriers.index(i), 2 * BLOCK_N * HEAD_DIM * 2, pred=pred)
-        _fetch(k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
-        _fetch(v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
+        fetch(k_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), k_ring.index(i), pred)
+        fetch(v_desc, batch, kv_head, lo + i * BLOCK_N, barriers.index(i), v_ring.index(i), pred)
     slot = STAGES - 1 + 0 * total
 
     # D = <dO, O> in the sums' layout, and L = +inf beyond the last row: P is 0 there.
     out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
     exists = (out_rows < N_q)[:, None]
-    do_tile = gl.load(_tile_pointers(do_ptr, do_strides, batch, head, out_rows, dims), exists, 0.0)
-    o_tile = gl.load(_tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
+    do_tile = gl.load(tile_pointers(do_ptr, do_strides, batch, head, out_rows, dims), exists, 0.0)
+    o_tile = gl.load(tile_pointers(o_ptr, o_strides, batch, head, out_rows, dims), exists, 0.0)
     delta = gl.convert_layout(gl.sum(do_tile.to(gl.float32) * o_tile.to(gl.float32), 1), ROWS)
     rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
     lse2 = gl.load(lse_ptr + batch_head.to(gl.int64) * N_q + rows, rows < N_q, float("inf")) * LOG2E
@@ -157,8 +157,8 @@ def _backward_rows(
         pred = next_n0 < hi
         bar = barriers.index(slot)
         mbarrier.expect(bar, 2 * BLOCK_N * HEAD_DIM * 2, pred=pred)
-        _fetch(k_desc, batch, kv_head, next_n0, bar, k_ring.index(slot), pred)
-        _fetch(v_desc, batch, kv_head, next_n0, bar, v_ring.index(slot), pred)
+        fetch(k_desc, batch, kv_head, next_n0, bar, k_ring.index(slot), pred)
+        fetch(v_desc, batch, kv_head, next_n0, bar, v_ring.index(slot), pred)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
         p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
@@ -183,7 +183,7 @@ def _backward_rows(
 
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(barriers.index(i))
-    gl.store(_tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims), (dq * scale).to(dtype), exists)
+    gl.store(tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims), (dq * scale).to(dtype), exists)
 
 
 @gluon.jit
@@ -203,7 +203,7 @@ def _stream_rows(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The copying warp of `_backward_keys`; barriers as in `hopper._stream_rows`."""
+    """The copying warp of `_backward_keys`; barriers as in passes.py."""
     q_desc, do_desc, k_desc, v_desc, vectors_desc = descs
     k_smem, v_smem = held
     q_ring, do_ring, vectors_ring = rings
@@ -211,18 +211,18 @@ def _stream_rows(
     TILE_BYTES: gl.constexpr = 2 * BLOCK_M * HEAD_DIM * 2 + 2 * BLOCK_M * 4
     held_barrier = barriers.index(2 * STAGES)
     mbarrier.expect(held_barrier, 2 * BLOCK_N * HEAD_DIM * 2)
-    _fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
-    _fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
+    fetch(k_desc, batch, kv_head, n0, held_barrier, k_smem, True)
+    fetch(v_desc, batch, kv_head, n0, held_barrier, v_smem, True)
     m0, head = lo, first_head
     slot, phase = 0 * total, 0 * total + 1  # the phase before a barrier's first counts as complete
     for _ in range(total):
         mbarrier.wait(barriers.index(STAGES + slot), phase)
         here = barriers.index(slot)
         mbarrier.expect(here, TILE_BYTES)
-        _fetch(q_desc, batch, head, m0, here, q_ring.index(slot), True)
-        _fetch(do_desc, batch, head, m0, here, do_ring.index(slot), True)
-        _fetch_vectors(vectors_desc, batch * H + head, m0, here, vectors_ring.index(slot), True)
-        m0, head = _next_tile(m0, head, lo, hi, BLOCK_M)
+        fetch(q_desc, batch, head, m0, here, q_ring.index(slot), True)
+        fetch(do_desc, batch, head, m0, here, do_ring.index(slot), True)
+        fetch_vectors(vectors_desc, batch * H + head, m0, here, vectors_ring.index(slot), True)
+        m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -314,9 +314,9 @@ def _sum_over_rows(
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
     exists = (out_keys < N_k)[:, None]
     offset = split.to(gl.int64) * split_stride
-    dk_tile = _tile_pointers(dk_ptr + offset, dk_strides, batch, kv_head, out_keys, dims)
+    dk_tile = tile_pointers(dk_ptr + offset, dk_strides, batch, kv_head, out_keys, dims)
     gl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), exists)
-    dv_tile = _tile_pointers(dv_ptr + offset, dv_strides, batch, kv_head, out_keys, dims)
+    dv_tile = tile_pointers(dv_ptr + offset, dv_strides, batch, kv_head, out_keys, dims)
     gl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), exists)
 
 
@@ -353,8 +353,8 @@ def _backward_keys(
 ):
     dtype: gl.constexpr = q_desc.dtype
     num_blocks = gl.cdiv(N_k, BLOCK_N)
-    # As in hopper.py's column pass: a "head" of the grid is a key head and MEMBERS of its group's query heads.
-    block, part = _program_block(num_blocks, num_heads, section)
+    # As in the column pass: a "head" of the grid is a key head and MEMBERS of its group's query heads.
+    block, part = program_block(num_blocks, num_heads, section)
     splits = GROUP // MEMBERS
     batch_kv_head, split = part // splits, part % splits
     kv_heads = H // GROUP
@@ -410,7 +410,7 @@ def _backward_keys(
 def backward_rows(
     problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, tile: dict
 ) -> tuple[Tensor, Tensor]:
-    """(dQ like q, row vectors fp32 [2, B·H, padded rows]: L·log2(e), D), of a call that `hopper.able` takes."""
+    """(dQ like q, row vectors fp32 [2, B·H, padded rows]: L·log2(e), D), of a call that `able` takes."""
     dq = torch.empty_like(q)
     vectors = problem.row_vectors(2)
     tensors = {
@@ -422,9 +422,9 @@ def backward_rows(
         block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
         num_heads = problem.batch * problem.heads
         streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
-        return problem.padded_rows // block_m * num_heads, _arguments(problem) | tile | {
-            "q_desc": _descriptor(q, block_m), "do_desc": _descriptor(do, block_m),
-            "k_desc": _descriptor(k, block_n), "v_desc": _descriptor(v, block_n),
+        return problem.padded_rows // block_m * num_heads, common_arguments(problem) | tile | {
+            "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
+            "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
         }  # fmt: skip
@@ -442,7 +442,7 @@ def backward_keys(
     num_heads = problem.batch * problem.kv_heads
     group = problem.heads // problem.kv_heads
     num_blocks = triton.cdiv(problem.num_keys, block_n)
-    splits = _splits(num_blocks * num_heads, group, problem.device)
+    splits = group_splits(num_blocks * num_heads, group, problem.device)
     sums_k, sums_v, split_stride = dk, dv, 0
     if splits > 1:
         sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
@@ -453,10 +453,10 @@ def backward_keys(
 
     def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 2 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
-        return num_blocks * num_heads * splits, _arguments(problem) | tile | {
-            "q_desc": _descriptor(q, block_m), "do_desc": _descriptor(do, block_m),
-            "k_desc": _descriptor(k, block_n), "v_desc": _descriptor(v, block_n),
-            "vectors_desc": _vectors_descriptor(vectors, block_m),
+        return num_blocks * num_heads * splits, common_arguments(problem) | tile | {
+            "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
+            "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
+            "vectors_desc": vectors_descriptor(vectors, block_m),
             "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:], "split_stride": split_stride,
             "MEMBERS": group // splits,
             "num_heads": num_heads * splits, "section": problem.section(streamed, num_heads * splits),
