@@ -114,6 +114,7 @@ def cases():
     for length in (17, 1000):
         yield torch.bfloat16, length, 128, "causal", (4, 4), False
         yield torch.bfloat16, length, 128, "full", (4, 1), False
+        yield torch.bfloat16, length, 128, "padding", (4, 1), False
     yield torch.float16, 1000, 64, "causal", (4, 4), False
     yield torch.bfloat16, 1000, 64, "causal", (4, 4), True
 

@@ -23,6 +23,7 @@ from .common import (
     fetch,
     fetch_vectors,
     group_splits,
+    load_padding,
     next_tile,
     program_block,
     thread_barrier,
@@ -48,6 +49,8 @@ def _backward_rows(
     dq_strides,
     vector_stride,
     padded_rows,
+    padding,
+    padding_strides,
     scale,
     window,
     H,
@@ -58,6 +61,7 @@ def _backward_rows(
     section,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -134,6 +138,8 @@ def _backward_rows(
         do = do.load(HELD)
 
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    if PADDING:
+        padding_row = padding + batch.to(gl.int64) * padding_strides[0]
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
     stage, phase = 0 * total, 0 * total
@@ -161,6 +167,8 @@ def _backward_rows(
         fetch(v_desc, batch, kv_head, next_n0, bar, v_ring.index(slot), pred)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
+        if PADDING:
+            attended = load_padding(padding_row, padding_strides[1], n0 + keys, N_k)
         p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
         if n0 > full_end or (WINDOW and n0 < full_begin):
             valid = (n0 + keys < N_k)[None, :]
@@ -170,6 +178,8 @@ def _backward_rows(
                 if WINDOW:
                     valid = valid & (distance < window)
             p = gl.where(valid, p, 0.0)
+        if PADDING:
+            p = gl.where(attended[None, :], p, 0.0)
         if EARLY:
             a = warpgroup_mma_wait(1, deps=[a])
         else:
@@ -234,11 +244,13 @@ def _sum_over_rows(
     barriers,
     place,
     bounds,
+    padding,
     scale,
     window,
     outputs,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -268,6 +280,8 @@ def _sum_over_rows(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
+    if PADDING:
+        attended = load_padding(padding[0], padding[1], keys, N_k)
     dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
     dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
 
@@ -296,6 +310,8 @@ def _sum_over_rows(
                 if WINDOW:
                     valid = valid & (distance < window)
                 p = gl.where(valid, p, 0.0)
+        if PADDING:
+            p = gl.where(attended[:, None], p, 0.0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), OPERAND), do, dv, is_async=True)  # Pᵀ dO
         if EARLY:
             a = warpgroup_mma_wait(2, deps=[a])
@@ -332,6 +348,8 @@ def _backward_keys(
     dk_strides,
     dv_strides,
     split_stride,
+    padding,
+    padding_strides,
     scale,
     window,
     H,
@@ -343,6 +361,7 @@ def _backward_keys(
     section,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -373,6 +392,9 @@ def _backward_keys(
             full_end = n0 - shift + window  # and up to here
             hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
     total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
+    padding_row = (lo, lo)  # unused
+    if PADDING:
+        padding_row = (padding + batch.to(gl.int64) * padding_strides[0], padding_strides[1])
 
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -393,8 +415,8 @@ def _backward_keys(
         [
             (
                 _sum_over_rows,
-                (held, rings, barriers, place, bounds, scale, window, outputs,
-                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, EARLY),
+                (held, rings, barriers, place, bounds, padding_row, scale, window, outputs,
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, EARLY),
             ),
             (
                 _stream_rows,
@@ -415,7 +437,7 @@ def backward_rows(
     vectors = problem.row_vectors(2)
     tensors = {
         "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "do_ptr": do, "o_ptr": o, "lse_ptr": lse.contiguous(),
-        "dq_ptr": dq, "vectors_ptr": vectors,
+        "dq_ptr": dq, "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -449,6 +471,7 @@ def backward_keys(
         split_stride = sums_k.stride(0)
     tensors = {
         "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "vectors_desc": vectors, "dk_ptr": sums_k, "dv_ptr": sums_v,
+        "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:

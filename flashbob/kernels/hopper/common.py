@@ -44,6 +44,12 @@ def fetch_vectors(desc, batch_head, start, barrier, buffer, pred):
 
 
 @gluon.jit
+def load_padding(row, stride, keys, N_k):
+    """Bool, like `keys`: a batch's row of the key padding mask (bytes), True = attend."""
+    return gl.load(row + keys.to(gl.int64) * stride, keys < N_k, 0) != 0
+
+
+@gluon.jit
 def next_tile(start, head, first, end, BLOCK: gl.constexpr):
     """The tile after this one: the next BLOCK rows, or the first ones of the next head."""
     start += BLOCK
@@ -66,8 +72,11 @@ def tile_pointers(pointer, strides, batch, head, rows, dims):
 
 
 def common_arguments(problem: Problem) -> dict:
-    """Arguments that both kernels take."""
+    """Arguments that every kernel takes."""
+    mask = problem.key_padding_mask
     return {
+        "padding_strides": (0, 0) if mask is None else mask.stride(),
+        "PADDING": mask is not None,
         "scale": problem.scale,
         "window": problem.window_size or 0,
         "H": problem.heads,
@@ -101,10 +110,9 @@ def vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
 
 
 def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these kernels take the call: bf16 or fp16, d of 64 or 128, no padding or dropout, and TMA's alignment."""
-    plain = problem.key_padding_mask is None and problem.dropout_seed is None
+    """Whether these kernels take the call: bf16 or fp16, d of 64 or 128, no dropout, and TMA's alignment."""
     return (
-        plain
+        problem.dropout_seed is None
         and problem.dtype in (torch.bfloat16, torch.float16)
         and problem.head_dim in (64, 128)
         and all(x is not None and _aligned(x) for x in tensors)

@@ -33,6 +33,7 @@ from .common import (
     fetch,
     fetch_vectors,
     group_splits,
+    load_padding,
     next_tile,
     program_block,
     thread_barrier,
@@ -116,11 +117,13 @@ def _sum_over_rows(
     barriers,
     place,
     bounds,
+    padding,
     scale,
     window,
     outputs,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -158,6 +161,8 @@ def _sum_over_rows(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
+    if PADDING:
+        attended = load_padding(padding[0], padding[1], keys, N_k)
     k_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
     v_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
 
@@ -183,6 +188,8 @@ def _sum_over_rows(
                 if WINDOW:
                     valid = valid & (distance < window)
                 p = gl.where(valid, p, 0.0)
+        if PADDING:
+            p = gl.where(attended[:, None], p, 0.0)
         a = warpgroup_mma_wait(3, deps=[a])
         centered = a - vectors.slice(1, 1).load(SCORES)
         pc = _share((p * centered).to(dtype), operands, 0, PAIR, OPERAND)
@@ -240,6 +247,8 @@ def _column_pass(
     grad_k_strides,
     grad_v_strides,
     split_stride,
+    padding,
+    padding_strides,
     scale,
     window,
     H,
@@ -251,6 +260,7 @@ def _column_pass(
     section,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -281,6 +291,9 @@ def _column_pass(
             full_end = n0 - shift + window  # and up to here
             hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
     total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
+    padding_row = (lo, lo)  # unused
+    if PADDING:
+        padding_row = (padding + batch.to(gl.int64) * padding_strides[0], padding_strides[1])
 
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -308,8 +321,8 @@ def _column_pass(
         [
             (
                 _sum_over_rows,
-                (held, rings, operands, barriers, place, bounds, scale, window, outputs,
-                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR),
+                (held, rings, operands, barriers, place, bounds, padding_row, scale, window, outputs,
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR),
             ),
             (
                 _stream_rows,
@@ -347,7 +360,7 @@ def column_pass(
         split_stride = sums_k.stride(0)
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
-        "vectors_desc": vectors, "grad_k_ptr": sums_k, "grad_v_ptr": sums_v,
+        "vectors_desc": vectors, "grad_k_ptr": sums_k, "grad_v_ptr": sums_v, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -418,6 +431,8 @@ def _row_pass(
     grad_do_strides,
     vector_stride,
     padded_rows,
+    padding,
+    padding_strides,
     scale,
     window,
     H,
@@ -428,6 +443,7 @@ def _row_pass(
     section,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -516,6 +532,8 @@ def _row_pass(
         u_q = u_q.load(HELD)
 
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    if PADDING:
+        padding_row = padding + batch.to(gl.int64) * padding_strides[0]
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     alpha = _sum_over_keys(nothing, PAIR)
     e0 = alpha
@@ -548,6 +566,8 @@ def _row_pass(
         fetch(u_v_desc, batch, kv_head, next_n0, bar, u_v_ring.index(slot), pred)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
+        if PADDING:
+            attended = load_padding(padding_row, padding_strides[1], n0 + keys, N_k)
         p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
         if n0 > full_end or (WINDOW and n0 < full_begin):
             valid = (n0 + keys < N_k)[None, :]
@@ -557,6 +577,8 @@ def _row_pass(
                 if WINDOW:
                     valid = valid & (distance < window)
             p = gl.where(valid, p, 0.0)
+        if PADDING:
+            p = gl.where(attended[None, :], p, 0.0)
         pb = _share(p.to(dtype), operands, 0, PAIR, OPERAND)
         if not PAIR:
             b = warpgroup_mma(pb, k, b, is_async=True)  # P K
@@ -640,7 +662,7 @@ def row_pass(
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
         "do_ptr": do, "o_ptr": o, "dq_ptr": dq, "lse_ptr": lse.contiguous(), "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
-        "vectors_ptr": vectors,
+        "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
