@@ -412,12 +412,17 @@ class Trainer:
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _add_gradients(self, gradients: list[Tensor]) -> None:
+        """Add these of a Hessian round, which the next one may overwrite, to `.grad`."""
         assert self.second_order is not None
+        share, held, added = 1.0 / self.rounds, [], []
         for p, gradient in zip(self.second_order.params, gradients):
-            # A copy: the next round may overwrite its source.
-            p.grad = (
-                gradient / self.rounds if p.grad is None else p.grad.add_(gradient, alpha=1.0 / self.rounds)
-            )
+            if p.grad is None:
+                p.grad = gradient * share
+            else:
+                held.append(p.grad)
+                added.append(gradient)
+        if held:
+            torch._foreach_add_(held, added, alpha=share)  # pyright: ignore[reportPrivateImportUsage]
 
     def _on_nonfinite(self, what: str, step: int) -> None:
         if self.config.optim.on_nonfinite == "stop":
