@@ -21,6 +21,8 @@ Nothing here is FlashBoB's; fusing the head with its loss is due to Liger-Kernel
 # Triton's annotations are for its compiler.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,18 @@ from torch.autograd import Function, forward_ad
 IGNORED = -100  # a target that counts for nothing, as in PyTorch
 # The operators take any strides. Otherwise Inductor would make an input such as W's cast to bf16 once more for each of them.
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)
-_BLOCK = 4096  # logits that a program of the kernels works on at a time
+
+
+class _Launch(NamedTuple):
+    block: int  # logits that a program works on at a time; a multiple of _RUN
+    num_warps: int
+
+
+# A program reads its row twice. The fewer programs share a multiprocessor, the fewer rows are in work, and they stay in the caches
+# in between: by their registers on an H200 two of the first kernel and one of the second, 26 MB each, where L2 holds 50.
+_NORMALIZE = _Launch(block=8192, num_warps=32)
+_DIFFERENTIATE = _Launch(block=16384, num_warps=32)
+_RUN = 8  # neighbours in a row, which one thread loads at once (16 bytes of bf16) and sums
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
@@ -296,7 +309,7 @@ def _normalize(
     if logits.is_cuda or INTERPRETED_ON_CPU:
         _normalize_kernel[(len(logits),)](
             logits, targets, share, lse, losses, logits.stride(0), logits.shape[1], vocab_size,
-            SHARE=share is not None, IGNORED=IGNORED, BLOCK=_BLOCK, num_warps=8,
+            SHARE=share is not None, IGNORED=IGNORED, BLOCK=_NORMALIZE.block, RUN=_RUN, num_warps=_NORMALIZE.num_warps,
         )  # fmt: skip
         return
     wide = logits[:, :vocab_size].to(lse.dtype)
@@ -315,7 +328,7 @@ def _differentiate(
     if logits.is_cuda or INTERPRETED_ON_CPU:
         _differentiate_kernel[(len(logits),)](
             logits, change, targets, lse, share, logits.stride(0), change.stride(0), logits.shape[1], vocab_size,
-            IGNORED=IGNORED, BLOCK=_BLOCK, num_warps=8,
+            IGNORED=IGNORED, BLOCK=_DIFFERENTIATE.block, RUN=_RUN, num_warps=_DIFFERENTIATE.num_warps,
         )  # fmt: skip
         return
     p = (logits[:, :vocab_size].to(lse.dtype) - lse.unsqueeze(-1)).exp()
@@ -346,35 +359,39 @@ def _normalize_kernel(
     SHARE: tl.constexpr,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One row a program."""
     row = tl.program_id(0)
     z_ptr += row.to(tl.int64) * stride
     target = tl.load(targets_ptr + row)
-    maximum = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(maximum, z)
-        # -inf minus -inf, where a lane has seen nothing yet
-        total = total * tl.where(new == float("-inf"), 0.0, tl.exp(maximum - new)) + tl.where(
-            z == float("-inf"), 0.0, tl.exp(z - new)
-        )
-        maximum = new
-    top = tl.max(maximum, 0)
-    lse = top + tl.log(tl.sum(total * tl.where(maximum == float("-inf"), 0.0, tl.exp(maximum - top)), 0))
-    tl.store(lse_ptr + row, lse)
     kept = target != IGNORED
     target_logit = tl.load(z_ptr + tl.where(kept, target, 0)).to(tl.float32)
+    # Of each run of lanes the maximum so far, and the sum of exponentials beside it. Finite from the start: no inf − inf.
+    maximum = tl.full([BLOCK // RUN], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([BLOCK // RUN], tl.float32)
+    lanes = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    for start in range(0, vocab_size, BLOCK):
+        z = _logits(z_ptr, start + lanes, columns, vocab_size, "evict_last")
+        new = tl.maximum(maximum, tl.max(z, 1))
+        total = total * tl.exp(maximum - new) + tl.sum(tl.exp(z - new[:, None]), 1)
+        maximum = new
+    top = tl.max(maximum, 0)
+    lse = top + tl.log(tl.sum(total * tl.exp(maximum - top), 0))
+    tl.store(lse_ptr + row, lse)
     tl.store(losses_ptr + row, tl.where(kept, lse - target_logit, 0.0))
     if SHARE:
         share = tl.where(kept, tl.load(share_ptr), 0.0)
         for start in range(0, columns, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+            index = start + lanes
+            z = _logits(z_ptr, index, columns, vocab_size, "evict_first")
             g = (tl.exp(z - lse) - tl.where(index == target, 1.0, 0.0)) * share
-            tl.store(z_ptr + index, g.to(z_ptr.dtype.element_ty), mask=index < columns)
+            tl.store(
+                z_ptr + index,
+                g.to(z_ptr.dtype.element_ty),
+                mask=index < columns,
+                eviction_policy="evict_first",
+            )
 
 
 @triton.jit
@@ -390,6 +407,7 @@ def _differentiate_kernel(
     vocab_size,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One row a program."""
     row = tl.program_id(0)
@@ -398,22 +416,38 @@ def _differentiate_kernel(
     target = tl.load(targets_ptr + row)
     lse = tl.load(lse_ptr + row)
     share = tl.where(target != IGNORED, tl.load(share_ptr), 0.0)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK // RUN], tl.float32)
+    lanes = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     for start in range(0, vocab_size, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        m = tl.load(m_ptr + index, mask=index < vocab_size, other=0.0).to(tl.float32)
-        total += tl.exp(z - lse) * m
+        index = start + lanes
+        z = _logits(z_ptr, index, columns, vocab_size, "evict_last")
+        m = _changes(m_ptr, index, columns, vocab_size, "evict_last")
+        total += tl.sum(tl.exp(z - lse) * m, 1)
     mean = tl.sum(total, 0)
     for start in range(0, columns, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        m = tl.load(m_ptr + index, mask=index < vocab_size, other=0.0).to(tl.float32)
+        index = start + lanes
+        z = _logits(z_ptr, index, columns, vocab_size, "evict_first")
+        m = _changes(m_ptr, index, columns, vocab_size, "evict_first")
         p = tl.exp(z - lse)
         g = (p - tl.where(index == target, 1.0, 0.0)) * share
         h = p * (m - mean) * share
-        tl.store(z_ptr + index, h.to(z_ptr.dtype.element_ty), mask=index < columns)
-        tl.store(m_ptr + index, g.to(m_ptr.dtype.element_ty), mask=index < columns)
+        inside = index < columns
+        tl.store(z_ptr + index, h.to(z_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        tl.store(m_ptr + index, g.to(m_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _logits(ptr, index, columns, vocab_size, EVICTION: tl.constexpr):
+    """Padding as −∞. Its memory is read: where a row's length is a multiple of 16, as `columns`, loads are 16 bytes wide."""
+    z = tl.load(ptr + index, mask=index < columns, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    return tl.where(index < vocab_size, z, float("-inf"))
+
+
+@triton.jit
+def _changes(ptr, index, columns, vocab_size, EVICTION: tl.constexpr):
+    """Padding as 0."""
+    m = tl.load(ptr + index, mask=index < columns, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    return tl.where(index < vocab_size, m, 0.0)
 
 
 INTERPRETED_ON_CPU = False  # the kernels' test sets it, under TRITON_INTERPRET=1
