@@ -9,15 +9,19 @@ of dx and dW, makes the logits again, beside their change M = U_x Wᵀ + x U_W�
 
     H = p ⊙ (M − Σ p M) / n        x̃ = H W + G U_W        W̃ = Hᵀ x + Gᵀ U_x
 
-which are ten products where storing the logits takes nine. The Hessian is symmetric: H's outputs with ẋ and Ẇ for U_x and U_W are
-also the tangents of dx and dW, which is forward over reverse. On a CUDA device softmax, δ and H are one Triton kernel each, in
-place; elsewhere they are PyTorch operations. Sums are fp32 (fp64 for fp64); dW and W̃ are summed over chunks in that.
+which are ten products where storing the logits takes nine, made as seven: those that share W, and those of one sum, are one. The
+Hessian is symmetric: H's outputs with ẋ and Ẇ for U_x and U_W are also the tangents of dx and dW, which is forward over reverse.
+On a CUDA device softmax, δ and H are one Triton kernel each, in place; elsewhere they are PyTorch operations. Sums are fp32 (fp64
+for fp64). dW and W̃ are summed over chunks inside the products and leave their operators in that: who takes them rounds them,
+dW with its factor, in the same pass over memory.
 
 Nothing here is FlashBoB's; fusing the head with its loss is due to Liger-Kernel and others, which have no second derivative.
 """
 
 # Triton's annotations are for its compiler.
 # pyright: reportArgumentType=false, reportCallIssue=false
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +32,18 @@ from torch.autograd import Function, forward_ad
 IGNORED = -100  # a target that counts for nothing, as in PyTorch
 # The operators take any strides. Otherwise Inductor would make an input such as W's cast to bf16 once more for each of them.
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)
-_BLOCK = 4096  # logits that a program of the kernels works on at a time
+
+
+class _Launch(NamedTuple):
+    block: int  # logits that a program works on at a time; a multiple of _RUN
+    num_warps: int
+
+
+# A program reads its row twice. The fewer programs share a multiprocessor, the fewer rows are in work, and they stay in the caches
+# in between: by their registers on an H200 two of the first kernel and one of the second, 26 MB each, where L2 holds 50.
+_NORMALIZE = _Launch(block=8192, num_warps=32)
+_DIFFERENTIATE = _Launch(block=16384, num_warps=32)
+_RUN = 8  # neighbours in a row, which one thread loads at once (16 bytes of bf16) and sums
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
@@ -55,11 +70,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size:
 
 @torch.library.custom_op("flashbob_train::loss", mutates_args=(), tags=_ANY_LAYOUT)
 def _loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
-    total = x.new_zeros((), dtype=_wide(x))
+    lse, losses = x.new_empty((2, x.shape[0]), dtype=_wide(x))
     for rows in _chunks(x, chunk):
-        lse, target_logits = _normalize(x[rows] @ weight.T, targets[rows], None, vocab_size)
-        total += torch.where(targets[rows] != IGNORED, lse - target_logits, 0.0).sum()
-    return total / (targets != IGNORED).sum()
+        _normalize(x[rows] @ weight.T, targets[rows], None, vocab_size, lse[rows], losses[rows])
+    return losses.sum() / (targets != IGNORED).sum()
 
 
 @_loss.register_fake
@@ -71,19 +85,18 @@ def _(x, weight, targets, vocab_size, chunk):
 def _loss_and_gradient(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, log Σ exp z [T], dx, dW)."""
-    total = x.new_zeros((), dtype=_wide(x))
+    """(loss, log Σ exp z [T], dx, dW in fp32 or fp64)."""
     share = 1.0 / (targets != IGNORED).sum().to(_wide(x))
     lse = x.new_empty(x.shape[0], dtype=_wide(x))
+    losses = torch.empty_like(lse)
     dx = torch.empty_like(x)
-    dw = torch.zeros_like(weight, dtype=_wide(x))
+    dw = weight.new_empty(weight.shape, dtype=_wide(x))
     for rows in _chunks(x, chunk):
         logits = x[rows] @ weight.T
-        lse[rows], target_logits = _normalize(logits, targets[rows], share, vocab_size)  # logits are G now
-        total += torch.where(targets[rows] != IGNORED, lse[rows] - target_logits, 0.0).sum()
+        _normalize(logits, targets[rows], share, vocab_size, lse[rows], losses[rows])  # logits are G now
         torch.mm(logits, weight, out=dx[rows])
-        dw += logits.T @ x[rows]
-    return total * share, lse, dx, dw.to(weight.dtype)
+        _sum_product(dw, logits.T, x[rows], first=rows.start == 0)
+    return losses.sum() * share, lse, dx, dw
 
 
 @_loss_and_gradient.register_fake
@@ -93,29 +106,8 @@ def _(x, weight, targets, vocab_size, chunk):
         x.new_empty((), dtype=wide),
         x.new_empty(x.shape[0], dtype=wide),
         torch.empty_like(x),
-        torch.empty_like(weight),
+        weight.new_empty(weight.shape, dtype=wide),
     )
-
-
-@torch.library.custom_op("flashbob_train::scaled_gradient", mutates_args=(), tags=_ANY_LAYOUT)
-def _scaled_gradient(
-    c: Tensor,
-    dx: Tensor,
-    dw: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    vocab_size: int,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """(c dx, c dW): the first derivative from the loss's cotangent c, as a function of x and W too."""
-    return (c * dx).to(dx.dtype), (c * dw).to(dw.dtype)
-
-
-@_scaled_gradient.register_fake
-def _(c, dx, dw, *_):
-    return torch.empty_like(dx), torch.empty_like(dw)
 
 
 @torch.library.custom_op("flashbob_train::second_gradient", mutates_args=(), tags=_ANY_LAYOUT)
@@ -130,31 +122,34 @@ def _second_gradient(
     vocab_size: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """(x̃, W̃), c times those of the formulas above; one of u_x and u_w may be None, which is zero."""
+    """(x̃, W̃ in fp32 or fp64), c times those of the formulas above; one of u_x and u_w may be None, which is zero."""
     share = c.to(_wide(x)) / (targets != IGNORED).sum()
-    grad_x = torch.zeros_like(x)
-    grad_w = torch.zeros_like(weight, dtype=_wide(x))
+    grad_x = torch.empty_like(x)
+    grad_w = weight.new_empty(weight.shape, dtype=_wide(x))
     for rows in _chunks(x, chunk):
-        logits = x[rows] @ weight.T
+        here = x[rows]
+        # One product for all that W multiplies: the logits, and below them U_x Wᵀ.
+        sides = here if u_x is None else torch.cat([here, u_x[rows]])
+        products = sides @ weight.T
+        logits = products[: len(here)]
         if u_x is None:
-            change = x[rows] @ u_w.T  # type: ignore[union-attr]
+            change = here @ u_w.T  # type: ignore[union-attr]
         else:
-            change = u_x[rows] @ weight.T
+            change = products[len(here) :]
             if u_w is not None:
-                change = change.addmm_(x[rows], u_w.T)
-        _differentiate(logits, change, targets[rows], lse[rows], share, vocab_size)  # these are G and H now
-        torch.mm(change, weight, out=grad_x[rows])
+                change.addmm_(here, u_w.T)
+        # H takes the logits' place and G their change's: x is beside H then, and U_x beside G, and W̃ is one product too.
+        _differentiate(logits, change, targets[rows], lse[rows], share, vocab_size)
+        torch.mm(logits, weight, out=grad_x[rows])
         if u_w is not None:
-            grad_x[rows].addmm_(logits, u_w)
-        grad_w += change.T @ x[rows]
-        if u_x is not None:
-            grad_w += logits.T @ u_x[rows]
-    return grad_x, grad_w.to(weight.dtype)
+            grad_x[rows].addmm_(change, u_w)
+        _sum_product(grad_w, products.T, sides, first=rows.start == 0)
+    return grad_x, grad_w
 
 
 @_second_gradient.register_fake
 def _(u_x, u_w, c, x, weight, *_):
-    return torch.empty_like(x), torch.empty_like(weight)
+    return torch.empty_like(x), weight.new_empty(weight.shape, dtype=_wide(x))
 
 
 def _refuse(ctx, *_):
@@ -165,8 +160,9 @@ def _refuse(ctx, *_):
 
 class _SecondGradient(Function):
     @staticmethod
-    def forward(*args):
-        return _second_gradient(*args)
+    def forward(u_x, u_w, c, x, weight, *rest):
+        grad_x, grad_w = _second_gradient(u_x, u_w, c, x, weight, *rest)
+        return grad_x, grad_w.to(weight.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -176,9 +172,14 @@ class _SecondGradient(Function):
 
 
 class _ScaledGradient(Function):
+    """(c dx, c dW): the first derivative from the loss's cotangent c, as a function of x and W too.
+
+    Plain operations: a compiler drops a factor of 1, and does the rest where the results are used.
+    """
+
     @staticmethod
-    def forward(*args):
-        return _scaled_gradient(*args)
+    def forward(c, dx, dw, x, weight, *_):
+        return (c * dx).to(dx.dtype), (c * dw).to(weight.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -246,9 +247,36 @@ class _Loss(Function):
         return sum(along[1:], along[0]), None, None, None
 
 
-# The same formulas for operators in a graph that is differentiated: inside torch.compile, or traced.
-_loss_and_gradient.register_autograd(_Loss.backward, setup_context=_Loss.setup_context)
-_scaled_gradient.register_autograd(_ScaledGradient.backward, setup_context=_ScaledGradient.setup_context)
+# The same formulas for operators in a graph that is differentiated: inside torch.compile, or traced. What a trace shows of
+# _ScaledGradient are its plain operations; so dx and dW of the operator have derivatives of their own.
+
+
+def _setup_operator(ctx, inputs, output):
+    x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
+    _, lse, dx, dw = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dx, dw, x, weight, targets, lse)
+
+
+def _backward_of_operator(ctx, c, _, u_x, u_w):
+    dx, dw, *rest = ctx.saved_tensors
+    numbers = ctx.vocab_size, ctx.chunk
+    parts = []
+    if c is not None:
+        parts.append(_ScaledGradient.apply(c, dx, dw, *rest, *numbers))
+    if u_x is not None or u_w is not None:
+        x, weight, *_ = rest
+        one = x.new_ones((), dtype=_wide(x))
+        u_w = None if u_w is None else u_w.to(weight.dtype)
+        parts.append(_SecondGradient.apply(u_x, u_w, one, *rest, *numbers))
+    if not parts:
+        return (None,) * 5
+    grad_x, grad_w = parts[0] if len(parts) == 1 else (a + b for a, b in zip(*parts))
+    return grad_x, grad_w, None, None, None
+
+
+_loss_and_gradient.register_autograd(_backward_of_operator, setup_context=_setup_operator)
 _second_gradient.register_autograd(_refuse)
 
 
@@ -257,58 +285,65 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _chunks(x: Tensor, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, x.shape[0])) for start in range(0, x.shape[0], chunk)]
+    """Of no tokens one chunk, which is empty: sums are written by the first."""
+    return [slice(start, min(start + chunk, len(x))) for start in range(0, max(len(x), 1), chunk)]
+
+
+def _sum_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total = a b if `first`, else total + a b. On a CUDA device the product's own sums start from total, in its dtype."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(a @ b)
+    else:
+        total += a @ b
 
 
 # --- softmax, G and H of a chunk, in place ---------------------------------------------------------------------------
 
 
 def _normalize(
-    logits: Tensor, targets: Tensor, share: Tensor | None, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """(log Σ exp z, z_y), [rows]; with `share` = 1 / n the logits become G."""
+    logits: Tensor, targets: Tensor, share: Tensor | None, vocab_size: int, lse: Tensor, losses: Tensor
+) -> None:
+    """Write log Σ exp z and the loss of each row, [rows]; with `share` = 1 / n the logits become G."""
     if logits.is_cuda or INTERPRETED_ON_CPU:
-        lse, target_logits = (
-            torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2)
-        )
         _normalize_kernel[(len(logits),)](
-            logits, targets, share, lse, target_logits, logits.stride(0), logits.shape[1], vocab_size,
-            SHARE=share is not None, IGNORED=IGNORED, BLOCK=_BLOCK, num_warps=8,
+            logits, targets, share, lse, losses, logits.stride(0), logits.shape[1], vocab_size,
+            SHARE=share is not None, IGNORED=IGNORED, BLOCK=_NORMALIZE.block, RUN=_RUN, num_warps=_NORMALIZE.num_warps,
         )  # fmt: skip
-        return lse, target_logits
-    wide = logits[:, :vocab_size].to(_wide(logits))
-    lse = wide.logsumexp(-1)
+        return
+    wide = logits[:, :vocab_size].to(lse.dtype)
+    torch.logsumexp(wide, -1, out=lse)
     kept = targets != IGNORED
     index = targets.clamp(min=0).unsqueeze(-1)
-    target_logits = wide.gather(-1, index).squeeze(-1)
+    losses.copy_(torch.where(kept, lse - wide.gather(-1, index).squeeze(-1), 0.0))
     if share is not None:
         _write_g(logits, (wide - lse.unsqueeze(-1)).exp(), index, kept, share, vocab_size)
-    return lse, target_logits
 
 
 def _differentiate(
     logits: Tensor, change: Tensor, targets: Tensor, lse: Tensor, share: Tensor, vocab_size: int
 ) -> None:
-    """Logits become G, their change M becomes H."""
+    """Logits become H, their change M becomes G."""
     if logits.is_cuda or INTERPRETED_ON_CPU:
         _differentiate_kernel[(len(logits),)](
             logits, change, targets, lse, share, logits.stride(0), change.stride(0), logits.shape[1], vocab_size,
-            IGNORED=IGNORED, BLOCK=_BLOCK, num_warps=8,
+            IGNORED=IGNORED, BLOCK=_DIFFERENTIATE.block, RUN=_RUN, num_warps=_DIFFERENTIATE.num_warps,
         )  # fmt: skip
         return
-    p = (logits[:, :vocab_size].to(_wide(logits)) - lse.unsqueeze(-1)).exp()
+    p = (logits[:, :vocab_size].to(lse.dtype) - lse.unsqueeze(-1)).exp()
     m = change[:, :vocab_size].to(p.dtype)
     kept = targets != IGNORED
     h = p * (m - (p * m).sum(-1, keepdim=True)) * (kept * share).unsqueeze(-1)
-    change.zero_()
-    change[:, :vocab_size] = h
-    _write_g(logits, p, targets.clamp(min=0).unsqueeze(-1), kept, share, vocab_size)
-
-
-def _write_g(logits: Tensor, p: Tensor, index: Tensor, kept: Tensor, share: Tensor, vocab_size: int) -> None:
-    p.scatter_add_(-1, index, torch.full_like(index, -1, dtype=p.dtype))
     logits.zero_()
-    logits[:, :vocab_size] = p * (kept * share).unsqueeze(-1)
+    logits[:, :vocab_size] = h
+    _write_g(change, p, targets.clamp(min=0).unsqueeze(-1), kept, share, vocab_size)
+
+
+def _write_g(out: Tensor, p: Tensor, index: Tensor, kept: Tensor, share: Tensor, vocab_size: int) -> None:
+    p.scatter_add_(-1, index, torch.full_like(index, -1, dtype=p.dtype))
+    out.zero_()
+    out[:, :vocab_size] = p * (kept * share).unsqueeze(-1)
 
 
 @triton.jit
@@ -317,41 +352,46 @@ def _normalize_kernel(
     targets_ptr,
     share_ptr,
     lse_ptr,
-    target_logits_ptr,
+    losses_ptr,
     stride,
     columns,
     vocab_size,
     SHARE: tl.constexpr,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One row a program."""
     row = tl.program_id(0)
     z_ptr += row.to(tl.int64) * stride
     target = tl.load(targets_ptr + row)
-    maximum = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    kept = target != IGNORED
+    target_logit = tl.load(z_ptr + tl.where(kept, target, 0)).to(tl.float32)
+    # Of each run of lanes the maximum so far, and the sum of exponentials beside it. Finite from the start: no inf − inf.
+    maximum = tl.full([BLOCK // RUN], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([BLOCK // RUN], tl.float32)
+    lanes = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     for start in range(0, vocab_size, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(maximum, z)
-        # -inf minus -inf, where a lane has seen nothing yet
-        total = total * tl.where(new == float("-inf"), 0.0, tl.exp(maximum - new)) + tl.where(
-            z == float("-inf"), 0.0, tl.exp(z - new)
-        )
+        z = _logits(z_ptr, start + lanes, columns, vocab_size, "evict_last")
+        new = tl.maximum(maximum, tl.max(z, 1))
+        total = total * tl.exp(maximum - new) + tl.sum(tl.exp(z - new[:, None]), 1)
         maximum = new
     top = tl.max(maximum, 0)
-    lse = top + tl.log(tl.sum(total * tl.where(maximum == float("-inf"), 0.0, tl.exp(maximum - top)), 0))
+    lse = top + tl.log(tl.sum(total * tl.exp(maximum - top), 0))
     tl.store(lse_ptr + row, lse)
-    kept = target != IGNORED
-    tl.store(target_logits_ptr + row, tl.load(z_ptr + tl.where(kept, target, 0)).to(tl.float32))
+    tl.store(losses_ptr + row, tl.where(kept, lse - target_logit, 0.0))
     if SHARE:
         share = tl.where(kept, tl.load(share_ptr), 0.0)
         for start in range(0, columns, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+            index = start + lanes
+            z = _logits(z_ptr, index, columns, vocab_size, "evict_first")
             g = (tl.exp(z - lse) - tl.where(index == target, 1.0, 0.0)) * share
-            tl.store(z_ptr + index, g.to(z_ptr.dtype.element_ty), mask=index < columns)
+            tl.store(
+                z_ptr + index,
+                g.to(z_ptr.dtype.element_ty),
+                mask=index < columns,
+                eviction_policy="evict_first",
+            )
 
 
 @triton.jit
@@ -367,6 +407,7 @@ def _differentiate_kernel(
     vocab_size,
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One row a program."""
     row = tl.program_id(0)
@@ -375,22 +416,38 @@ def _differentiate_kernel(
     target = tl.load(targets_ptr + row)
     lse = tl.load(lse_ptr + row)
     share = tl.where(target != IGNORED, tl.load(share_ptr), 0.0)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK // RUN], tl.float32)
+    lanes = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     for start in range(0, vocab_size, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        m = tl.load(m_ptr + index, mask=index < vocab_size, other=0.0).to(tl.float32)
-        total += tl.exp(z - lse) * m
+        index = start + lanes
+        z = _logits(z_ptr, index, columns, vocab_size, "evict_last")
+        m = _changes(m_ptr, index, columns, vocab_size, "evict_last")
+        total += tl.sum(tl.exp(z - lse) * m, 1)
     mean = tl.sum(total, 0)
     for start in range(0, columns, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        m = tl.load(m_ptr + index, mask=index < vocab_size, other=0.0).to(tl.float32)
+        index = start + lanes
+        z = _logits(z_ptr, index, columns, vocab_size, "evict_first")
+        m = _changes(m_ptr, index, columns, vocab_size, "evict_first")
         p = tl.exp(z - lse)
         g = (p - tl.where(index == target, 1.0, 0.0)) * share
         h = p * (m - mean) * share
-        tl.store(z_ptr + index, g.to(z_ptr.dtype.element_ty), mask=index < columns)
-        tl.store(m_ptr + index, h.to(m_ptr.dtype.element_ty), mask=index < columns)
+        inside = index < columns
+        tl.store(z_ptr + index, h.to(z_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        tl.store(m_ptr + index, g.to(m_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _logits(ptr, index, columns, vocab_size, EVICTION: tl.constexpr):
+    """Padding as −∞. Its memory is read: where a row's length is a multiple of 16, as `columns`, loads are 16 bytes wide."""
+    z = tl.load(ptr + index, mask=index < columns, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    return tl.where(index < vocab_size, z, float("-inf"))
+
+
+@triton.jit
+def _changes(ptr, index, columns, vocab_size, EVICTION: tl.constexpr):
+    """Padding as 0."""
+    m = tl.load(ptr + index, mask=index < columns, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    return tl.where(index < vocab_size, m, 0.0)
 
 
 INTERPRETED_ON_CPU = False  # the kernels' test sets it, under TRITON_INTERPRET=1

@@ -110,6 +110,51 @@ def test_no_target_that_counts_gives_nan_as_in_pytorch():
     assert linear_cross_entropy(x, weight, targets, VOCAB, 6).isnan() and plain(x, weight, targets).isnan()
 
 
+def test_no_tokens_at_all_give_what_pytorch_gives():
+    x, weight, targets = inputs(tokens=0)
+    u = torch.randn_like(x), torch.randn_like(weight)
+    got = derivatives(lambda *t: linear_cross_entropy(*t, VOCAB, 6), x, weight, targets, *u)
+    value, _, first, _, second = got
+    assert value.isnan() and (first == 0).all() and (second == 0).all()
+
+
+def test_huge_padding_takes_no_part():
+    """Neither rows of W beyond the vocabulary nor those of its cotangent."""
+    x, weight, targets = inputs()
+    u_w = torch.randn_like(weight)
+    u_w[VOCAB:] = 1e300
+    huge = weight.detach().clone()
+    huge[VOCAB:] = 1e300
+    huge.requires_grad_()
+    chunked = lambda *t: linear_cross_entropy(*t, VOCAB, 6)  # noqa: E731
+    u_x = torch.randn_like(x)
+    for a, b in zip(
+        derivatives(chunked, x, huge, targets, u_x, u_w), derivatives(plain, x, weight, targets, u_x, u_w)
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_traced_first_derivative_can_be_differentiated():
+    """Also at a cotangent that has a graph itself."""
+    x, weight, targets = inputs()
+    u = torch.randn_like(x), torch.randn_like(weight)
+
+    def first(x, weight, c):
+        return torch.autograd.grad(linear_cross_entropy(x, weight, targets, VOCAB, 6) * c, (x, weight))
+
+    c = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    traced = make_fx(first)(x.detach().requires_grad_(), weight.detach().requires_grad_(), c.detach())
+    got = torch.autograd.grad(traced(x, weight, c), (x, weight, c), u)
+    value = 3.0 * plain(x, weight, targets)
+    exact = torch.autograd.grad(value, (x, weight), create_graph=True)
+    expected = [
+        *torch.autograd.grad(exact, (x, weight), u, retain_graph=True),
+        sum((g * v).sum() for g, v in zip(exact, u)) / 3.0,
+    ]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 def test_a_third_derivative_is_refused():
     x, weight, targets = inputs()
     first = torch.autograd.grad(linear_cross_entropy(x, weight, targets, VOCAB, 6), x, create_graph=True)[0]
@@ -126,7 +171,8 @@ def test_a_third_derivative_is_refused():
 def test_the_kernels_in_the_interpreter(monkeypatch, dtype):
     """Rows longer than a program's block, and a vocabulary that ends inside one."""
     monkeypatch.setattr(cross_entropy, "INTERPRETED_ON_CPU", True)
-    monkeypatch.setattr(cross_entropy, "_BLOCK", 16)
+    for name in ("_NORMALIZE", "_DIFFERENTIATE"):
+        monkeypatch.setattr(cross_entropy, name, cross_entropy._Launch(block=16, num_warps=1))
     x, weight, targets = inputs(tokens=9, dtype=dtype)
     u_x, u_w = torch.randn_like(x), torch.randn_like(weight)
     got = derivatives(lambda *t: linear_cross_entropy(*t, VOCAB, 4), x, weight, targets, u_x, u_w)
