@@ -10,14 +10,13 @@ import torch
 import torch._inductor
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashbob
 
 from .closed_forms import INDUCTOR_OPTIONS, ClosedForms, register_lowerings
-
-aten = torch.ops.aten
+from .graph_passes import PASSES
 
 
 def hessian_vector_product(
@@ -178,7 +177,8 @@ class HessianVectorProduct:
         # Forward mode leaves two checks behind for each tangent, whose results, Python's booleans, nobody reads; torch.compile
         # would break the graph at every one, and compile for hours.
         graph.graph.eliminate_dead_code()
-        _add_embeddings_in_place(graph.graph)
+        for rewrite in PASSES:
+            rewrite(graph.graph)
         graph.recompile()
         return graph
 
@@ -235,27 +235,6 @@ class HessianVectorProduct:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         like = tuple((x.shape, x.stride(), x.dtype, x.device) for x in batch)
         return like, tuple(m.training for m in self.model.modules()), autocast, flashbob.get_backend()
-
-
-def _add_embeddings_in_place(graph: Graph) -> None:
-    """In a + (gradient of an embedding), as a tied weight has it, add the rows to a: no zeros to add them to, and to a."""
-    for node in graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default):
-        rows, index, _, padding, by_frequency = node.args
-        add = next(iter(node.users))
-        if len(node.users) > 1 or add.target != aten.add.Tensor or add.kwargs or padding >= 0 or by_frequency:
-            continue
-        others = [x for x in add.args if x is not node]
-        if len(others) != 1 or not isinstance(others[0], Node):
-            continue
-        a, embedding = others[0].meta["val"], node.meta["val"]
-        if (a.shape, a.dtype) != (embedding.shape, embedding.dtype):
-            continue
-        with graph.inserting_before(add):
-            total = graph.call_function(aten.index_put.default, (others[0], [index], rows, True))
-        total.meta = dict(add.meta)
-        add.replace_all_uses_with(total)
-        graph.erase_node(add)
-        graph.erase_node(node)
 
 
 class _Replay:

@@ -122,6 +122,7 @@ def _describe(node) -> dict[str, Any]:
 def _group_of_extern(name: str) -> str | None:
     names = {
         "mm": "matrix products",
+        "add_product_": "matrix products",
         "flashbob.": "attention",
         "flashbob_train.": "cross-entropy",
         "touch": None,

@@ -1,0 +1,107 @@
+"""Rewrites of a traced Hessian-vector product, before `torch.compile` takes it. Each leaves alone what it does not recognise.
+
+`PASSES` holds those that run, in this order; without one of them the pass is slower and its result the same, up to rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+# Not a `torch.library.custom_op`, whose calls cost the host more: a pass of twelve layers makes 96.
+torch.library.define("flashbob_optim::add_product_", "(Tensor(a!) total, Tensor x, Tensor w) -> ()")
+
+
+@torch.library.impl("flashbob_optim::add_product_", "CompositeExplicitAutograd")
+def _add_product_(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """total [m, n] += x [m, k] w [k, n], by one matrix product: summed in fp32 with what total held, rounded once."""
+    total.addmm_(x, w)
+
+
+@torch.library.register_fake("flashbob_optim::add_product_")
+def _(total, x, w):
+    return None
+
+
+def add_embeddings_in_place(graph: Graph) -> None:
+    """In a + (gradient of an embedding), as a tied weight has it, add the rows to a: no zeros to add them to, and to a."""
+    for node in graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default):
+        arguments: Any = node.args
+        rows, index, _, padding, by_frequency = arguments
+        add = next(iter(node.users))
+        if len(node.users) > 1 or add.target != aten.add.Tensor or add.kwargs or padding >= 0 or by_frequency:
+            continue
+        others = [x for x in add.args if x is not node]
+        if len(others) != 1 or not isinstance(others[0], Node):
+            continue
+        a, embedding = others[0].meta["val"], node.meta["val"]
+        if (a.shape, a.dtype) != (embedding.shape, embedding.dtype):
+            continue
+        with graph.inserting_before(add):
+            total = graph.call_function(aten.index_put.default, (others[0], [index], rows, True))
+        total.meta = dict(add.meta)
+        add.replace_all_uses_with(total)
+        graph.erase_node(add)
+        graph.erase_node(node)
+
+
+def add_products_in_place(graph: Graph) -> None:
+    """Sums of matrix products, x₁ w₁ + x₂ w₂ (+ a bias for all rows), by products that add to what is there.
+
+    Inductor makes addmm(x₁ w₁, x₂, w₂) of such a sum where no elementwise kernel reads it
+    (`torch/_inductor/fx_passes/post_grad.py`, `is_valid_addmm_fusion`), and PyTorch copies the first argument into the result
+    before the product, a bias that was expanded as well. Where a kernel does read it, that kernel reads both products. In
+    place, the later product reads the earlier one and nothing is copied. In narrow dtypes the earlier product and the sum
+    are rounded, as with Inductor's addmm; where a kernel added them, it was both products.
+
+    Left alone is a sum whose earlier product has another reader, and what autograd adds as transposes: weight gradients.
+    """
+    for outer in graph.find_nodes(op="call_function", target=aten.t.default):
+        inner: Any = outer.args[0]
+        if inner.target == aten.t.default:  # autograd leaves such pairs around products
+            outer.replace_all_uses_with(inner.args[0])
+    graph.eliminate_dead_code()
+    for add in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        terms = [x for x in add.args if isinstance(x, Node) and _like(x) == _like(add)]
+        products = [x for x in terms if x.target == aten.mm.default and len(x.users) == 1]
+        if add.kwargs or len(terms) < 2 or not products:
+            continue
+        product = max(products)  # the later one
+        other: Any = terms[terms.index(product) - 1]
+        if (
+            other.target in (aten.mm.default, aten.addmm.default)
+            and len(other.users) == 1
+            and other < product
+        ):
+            with graph.inserting_before(product):
+                graph.call_function(torch.ops.flashbob_optim.add_product_.default, (other, *product.args))
+            total = other
+        elif _is_expanded_row(other):
+            with graph.inserting_before(add):
+                bias = graph.call_function(aten.reshape.default, (other.args[0], [-1]))
+                total = graph.call_function(aten.addmm.default, (bias, *product.args))
+            total.meta = dict(add.meta)
+        else:
+            continue
+        add.replace_all_uses_with(total)
+        graph.erase_node(add)
+        graph.erase_node(product)
+
+
+def _like(node: Node) -> tuple:
+    return node.meta["val"].shape, node.meta["val"].dtype
+
+
+def _is_expanded_row(node: Any) -> bool:
+    if node.target != aten.expand.default:
+        return False
+    row, width = node.args[0].meta["val"].shape, node.meta["val"].shape[-1]
+    return row in ((width,), (1, width))
+
+
+# Tests and measurements take a pass out of here.
+PASSES: list[Callable[[Graph], None]] = [add_embeddings_in_place, add_products_in_place]
