@@ -296,7 +296,8 @@ class _Replay:
             if i not in self._fixed and own is not x
         ]
         if copied:
-            torch._foreach_copy_(*map(list, zip(*copied)))  # pyright: ignore[reportPrivateImportUsage]
+            to, values = map(list, zip(*copied))
+            torch._foreach_copy_(to, values)  # pyright: ignore[reportPrivateImportUsage]
         self._graph.replay()
         return self._outputs
 
