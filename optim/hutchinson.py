@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashbob.philox import philox_4x32
 
-from .hvp import check_parameters, hessian_vector_product
+from .hvp import check_parameters, check_vectors, hessian_vector_product
 from .multi_tensor import TYPES
 from .probe_kernel import ProbeFiller
 
@@ -116,12 +116,20 @@ class HutchinsonEstimator:
         self.add(probes, products, weight)
         return gradients
 
-    def probes(self, *, step: int, micro_batch: int) -> list[Tensor]:
+    def probes(self, *, step: int, micro_batch: int, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """u of this micro-batch: one `probe` for each parameter, like it. For products that are computed elsewhere.
 
-        On a CUDA device they come from one Triton kernel: the same words, and the same numbers up to fp64 rounding.
+        They are written into `out` if it is given (`HessianVectorProduct.empty_vectors`), else into new tensors. On a CUDA
+        device they come from one Triton kernel: the same words, and the same numbers up to fp64 rounding.
+
+        Raises ValueError as `probe` does, and for `out` that is not contiguous and like the parameters.
         """
         check_step(step, micro_batch)
+        if out is not None:
+            check_vectors(self.params, out)
+            for index, x in enumerate(out):
+                if not x.is_contiguous():
+                    raise ValueError(f"out[{index}] must be contiguous, got strides {x.stride()}")
         probes: dict[int, Tensor] = {}
         for filler, indices in self._fillers():
             filled = filler(
@@ -129,11 +137,12 @@ class HutchinsonEstimator:
                 step=step,
                 micro_batch=micro_batch,
                 rademacher=self.distribution == "rademacher",
+                out=None if out is None else [out[i] for i in indices],
             )
             probes |= dict(zip(indices, filled, strict=True))
         for index, p in enumerate(self.params):
             if index not in probes:
-                probes[index] = probe(
+                values = probe(
                     p.shape,
                     seed=self.seed,
                     step=step,
@@ -143,6 +152,7 @@ class HutchinsonEstimator:
                     dtype=p.dtype,
                     device=p.device,
                 )
+                probes[index] = values if out is None else out[index].copy_(values)
         return [probes[index] for index in range(len(self.params))]
 
     def _fillers(self) -> list[tuple[ProbeFiller, list[int]]]:

@@ -73,7 +73,11 @@ class HessianVectorProduct:
 
     `cuda_graph=True` replays the compiled pass as one CUDA graph: no time between its kernels. Parameters and buffers are read
     where they are; vectors and batch are copied in. The graph keeps the memory of a pass to itself, and the results are
-    overwritten by the next call with the same shape.
+    overwritten by the next call with the same shape. Vectors that are filled in place are not copied:
+
+        vectors = hvp.empty_vectors(tokens, targets)  # the graph's own, once there is one
+        for v in vectors: v.normal_()
+        loss, gradients, products = hvp(vectors, tokens, targets)  # leaves the vectors as they are
 
     The trace holds what was true when it was made: the training flag, autocast, and flashbob's backend are part of
     the cache's key. Random operations are Inductor's: dropout masks differ from eager ones. Buffers that the model
@@ -141,6 +145,17 @@ class HessianVectorProduct:
                     outputs = self._graphs[key](*self._inputs(vectors, batch))
                 return _split(outputs, len(self.params))
         return self._differentiate(self.params, vectors, {}, batch)
+
+    def empty_vectors(self, *batch: Tensor) -> list[Tensor]:
+        """Vectors for the caller to fill, each like its parameter, for a call with a batch like this one.
+
+        With a CUDA graph for this batch (of the same autocast and backend) they are the tensors that it reads: the same at every
+        call, in memory like the vectors of its first. Otherwise they are new and contiguous.
+        """
+        graph = self._graphs.get(self._key(batch)) if self.compile else None
+        if isinstance(graph, _Replay):
+            return graph.inputs[len(self.params) : 2 * len(self.params)]
+        return [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
 
     def prepare(self, vectors: Sequence[Tensor], *batch: Tensor) -> None:
         """Trace and compile for batches like this one."""
@@ -238,38 +253,45 @@ class HessianVectorProduct:
 
 
 class _Replay:
-    """A function of CUDA tensors as one CUDA graph. Inputs at the places `fixed` are read where they are, others copied in."""
+    """A function of CUDA tensors as one CUDA graph. Inputs at the places `fixed` are read where they are, others copied in.
+
+    `inputs` are the tensors that it reads. They stay the same but for `fixed` ones; a call with them copies nothing.
+    """
 
     def __init__(self, function: Callable, inputs: Sequence[Tensor], fixed: frozenset[int]) -> None:
         self._function = function
         self._fixed = fixed
         self._addresses: list[int] = []
-        self._inputs: list[Tensor] = []
+        self.inputs = [x if i in fixed else x.clone() for i, x in enumerate(inputs)]
         self._outputs: Sequence[Tensor] = ()
         self._capture(inputs)
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         if [inputs[i].data_ptr() for i in sorted(self._fixed)] != self._addresses:
             self._capture(inputs)  # a parameter has moved: its data were replaced, not written
-        copied = [i for i in range(len(inputs)) if i not in self._fixed]
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [self._inputs[i] for i in copied], [inputs[i] for i in copied]
-        )
+        copied = [
+            (own, x)
+            for i, (own, x) in enumerate(zip(self.inputs, inputs))
+            if i not in self._fixed and own is not x
+        ]
+        if copied:
+            to, values = map(list, zip(*copied))
+            torch._foreach_copy_(to, values)  # pyright: ignore[reportPrivateImportUsage]
         self._graph.replay()
         return self._outputs
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
         self._outputs = ()  # of an earlier capture, whose memory this one can take
         self._addresses = [inputs[i].data_ptr() for i in sorted(self._fixed)]
-        self._inputs = [x if i in self._fixed else x.clone() for i, x in enumerate(inputs)]
+        self.inputs = [x if i in self._fixed else self.inputs[i] for i, x in enumerate(inputs)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
-            self._function(*self._inputs)  # libraries make their workspaces for this stream
+            self._function(*self.inputs)  # libraries make their workspaces for this stream
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._outputs = self._function(*self._inputs)
+            self._outputs = self._function(*self.inputs)
 
 
 class _WithLoss(nn.Module):

@@ -75,9 +75,12 @@ class ProbeFiller:
         self.blocks = Blocks(params, BLOCK)
         self.indices = torch.tensor(indices, dtype=torch.int64).to(self.blocks.device)
 
-    def __call__(self, *, seed: int, step: int, micro_batch: int, rademacher: bool) -> list[Tensor]:
-        """A new tensor like each parameter, contiguous."""
-        out = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
+    def __call__(
+        self, *, seed: int, step: int, micro_batch: int, rademacher: bool, out: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Fills and returns `out`, contiguous and like the parameters, or new tensors."""
+        if out is None:
+            out = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
         with torch.cuda.device_of(out[0]):
             _fill[(len(self.blocks),)](
                 self.blocks.addresses(out), self.blocks.numels, self.indices, self.blocks.table,

@@ -116,7 +116,11 @@ def prepare(mode: str, model_name: str, batch: int, length: int, device: str) ->
             method=method,
             options={"combo_kernels": True} if combined else None,
         )
-        z = [torch.randn_like(p) for p in hvp.params]
+        with autocast:
+            hvp(
+                [torch.zeros_like(p) for p in hvp.params], tokens, targets
+            )  # makes the graph, if there is one
+            z = [x.normal_() for x in hvp.empty_vectors(tokens, targets)]  # where it reads them
 
         def run() -> None:
             attention_function(attention)

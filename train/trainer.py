@@ -350,9 +350,12 @@ class Trainer:
             start = mark(self.device)
             for round in range(hessian_rounds):
                 micro_batch = round * self.world.size + self.world.rank
-                probes = self.estimator.probes(step=self.step, micro_batch=micro_batch)
+                batch = self._to_device(batches[round])
                 with record_function("hessian_vector_product"), self._autocast():
-                    loss, gradients, products = self.second_order(probes, *self._to_device(batches[round]))
+                    probes = self.estimator.probes(
+                        step=self.step, micro_batch=micro_batch, out=self.second_order.empty_vectors(*batch)
+                    )
+                    loss, gradients, products = self.second_order(probes, *batch)
                 self.estimator.add(probes, products)
                 if shared:
                     loss_sum += loss

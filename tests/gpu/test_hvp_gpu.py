@@ -47,6 +47,39 @@ def test_a_replayed_graph_gives_what_the_compiled_pass_gives():
     torch.testing.assert_close(hvp(others, *batch), expected, **ROUNDING)
 
 
+def test_vectors_filled_where_the_graph_reads_them():
+    model, tokens, targets = models()
+    hvp, _ = product(
+        model, [torch.zeros_like(p) for p in model.parameters()], tokens, targets, cuda_graph=True
+    )
+    own = hvp.empty_vectors(tokens, targets)
+    assert all(a is b for a, b in zip(own, hvp.empty_vectors(targets, tokens), strict=True))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        vectors = [torch.randn_like(p) for p in model.parameters()]
+        kept = [v.clone() for v in vectors]
+        for a, b in zip(own, vectors, strict=True):
+            a.copy_(b)
+        _, expected = product(model, vectors, tokens, targets)
+        torch.testing.assert_close(hvp(own, tokens, targets), expected, **ROUNDING)
+        torch.testing.assert_close(own, kept, rtol=0, atol=0)  # u ⊙ H u comes afterwards
+        # Some of the graph's own, others from elsewhere; nothing else is written.
+        mixed = [a if i % 2 else 2 * b for i, (a, b) in enumerate(zip(own, vectors))]
+        _, expected = product(model, [x.clone() for x in mixed], tokens, targets)
+        torch.testing.assert_close(hvp(mixed, tokens, targets), expected, **ROUNDING)
+        torch.testing.assert_close(vectors, kept, rtol=0, atol=0)
+    # They are still the graph's when it has been captured again.
+    for p in model.parameters():
+        p.data = p.data * 1.01
+    for a, b in zip(own, vectors, strict=True):
+        a.copy_(b)
+    _, expected = product(model, vectors, tokens, targets)
+    torch.testing.assert_close(hvp(own, tokens, targets), expected, **ROUNDING)
+    assert all(a is b for a, b in zip(own, hvp.empty_vectors(tokens, targets), strict=True))
+    # Another shape has no graph yet.
+    assert not set(map(id, own)) & set(map(id, hvp.empty_vectors(tokens[:1], targets[:1])))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_chunked_cross_entropy(dtype):
     torch.manual_seed(0)

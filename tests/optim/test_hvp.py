@@ -2,6 +2,8 @@ import gc
 import itertools
 import warnings
 import weakref
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optim import HessianVectorProduct, hessian_vector_product
+from optim.hvp import _Replay, check_vectors
 
 
 def quadratic(n=6, dtype=torch.float64):
@@ -169,6 +172,49 @@ def batch(sequences=2, length=16):
 def assert_close(got, expected, tolerance):
     for x, y in zip((got[0], *got[1], *got[2]), (expected[0], *expected[1], *expected[2]), strict=True):
         assert (x - y).norm() <= tolerance * y.norm() + tolerance
+
+
+def test_empty_vectors_are_like_the_parameters_and_new_without_a_graph():
+    for hvp in (HessianVectorProduct(tiny_gpt(), gpt_loss, compile=c) for c in (False, True)):
+        one, two = hvp.empty_vectors(*batch()), hvp.empty_vectors(*batch())
+        check_vectors(hvp.params, one)
+        assert all(v.is_contiguous() and not v.requires_grad for v in one)
+        assert not {v.data_ptr() for v in one} & {v.data_ptr() for v in two}
+
+
+def test_a_replay_copies_only_what_it_does_not_read(monkeypatch):
+    """CUDA's graph is replaced by one that calls the function again; tests/gpu/test_hvp_gpu.py has the real one."""
+
+    class Graph:
+        def replay(self):
+            for out, new in zip(replay._outputs, function(*replay.inputs)):
+                out.copy_(new)
+
+    def function(fixed, a, b):
+        return [fixed * a, a - b]
+
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    copies = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, x: (copies.append(len(to)), copy(to, x)))
+
+    fixed, a, b = (torch.randn(3) for _ in range(3))
+    replay = _Replay(function, (fixed, a, b), frozenset([0]))
+    own = replay.inputs
+    assert own[0] is fixed and own[1] is not a and own[2] is not b
+    torch.testing.assert_close(list(replay(fixed, a, b)), function(fixed, a, b))
+    own[1].fill_(2.0)
+    torch.testing.assert_close(list(replay(fixed, own[1], own[2])), function(fixed, own[1], b))
+    torch.testing.assert_close(list(replay(fixed, own[1], 3 * b)), function(fixed, own[1], 3 * b))
+    assert copies == [2, 1]
+    moved = fixed + 1  # captured again; what was handed out stays the graph's
+    own[1].fill_(5.0)
+    torch.testing.assert_close(list(replay(moved, own[1], b)), function(moved, own[1], b))
+    assert replay.inputs[0] is moved and replay.inputs[1] is own[1] and own[1].eq(5.0).all()
 
 
 @pytest.mark.parametrize("method", ["reverse", "forward"])

@@ -50,5 +50,14 @@ def test_the_estimator_uses_it_for_what_it_takes(monkeypatch):
         for i, p in enumerate(params)
     ]
     estimator._kernels = [(ProbeFiller([params[1], params[3]], [1, 3]), [1, 3])]
-    for x, y in zip(estimator.probes(step=2, micro_batch=1), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=2.4e-7, atol=0)
+    out = [torch.empty_like(p, requires_grad=False) for p in params]
+    for given in (None, out):
+        got = estimator.probes(step=2, micro_batch=1, out=given)
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=2.4e-7, atol=0)
+    assert all(x is y for x, y in zip(got, out, strict=True))
+    with pytest.raises(ValueError, match="must be one for each"):
+        estimator.probes(step=2, micro_batch=1, out=out[:3])
+    out[1] = torch.empty(4, 3, device=DEVICE).T
+    with pytest.raises(ValueError, match=r"out\[1\] must be contiguous"):
+        estimator.probes(step=2, micro_batch=1, out=out)
