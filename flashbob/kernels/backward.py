@@ -21,6 +21,7 @@ from .common import (
     DO_NOT_SPECIALIZE,
     LOG2E,
     Problem,
+    add_product,
     head_pointer,
     hopper,
     keep_mask,
@@ -94,7 +95,7 @@ def _key_tile(
         keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, False)
         a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
     ds = p * (a - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return add_product(ds.to(k.dtype), k, dq, PRECISION)
 
 
 @triton.jit
@@ -156,9 +157,9 @@ def _row_tile(
         keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, True)
         a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
         pg = tl.where(keep, p * keep_scale, 0.0)
-    dv = tl.dot(pg.to(dtype), do, dv, input_precision=PRECISION)
+    dv = add_product(pg.to(dtype), do, dv, PRECISION)
     ds = p * (a - delta[None, :])
-    dk = tl.dot(ds.to(dtype), q, dk, input_precision=PRECISION)
+    dk = add_product(ds.to(dtype), q, dk, PRECISION)
     return dk, dv
 
 

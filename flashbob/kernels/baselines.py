@@ -28,6 +28,7 @@ from .common import (
     DO_NOT_SPECIALIZE,
     LOG2E,
     Problem,
+    add_product,
     head_pointer,
     keep_mask,
     key_range,
@@ -268,16 +269,16 @@ def _rows(
             ds = (p * (a - delta[:, None])).to(q.dtype)
             p_tilde = c + f * (a - delta[:, None]) - alpha[:, None] * a
             gph = (g * p * h).to(q.dtype)
-            do_sum = tl.dot((g * p).to(q.dtype), u_v, do_sum, input_precision=PRECISION)
-            do_sum = tl.dot(gph, v, do_sum, input_precision=PRECISION)
-            omega = tl.dot(ds, u_k, omega, input_precision=PRECISION)
+            do_sum = add_product((g * p).to(q.dtype), u_v, do_sum, PRECISION)
+            do_sum = add_product(gph, v, do_sum, PRECISION)
+            omega = add_product(ds, u_k, omega, PRECISION)
             if STEP == "rows":
                 e += tl.sum(p * p_tilde, 1)
-                omega = tl.dot((p * p_tilde).to(q.dtype), k, omega, input_precision=PRECISION)
-                b = tl.dot(p.to(q.dtype), k, b, input_precision=PRECISION)
+                omega = add_product((p * p_tilde).to(q.dtype), k, omega, PRECISION)
+                b = add_product(p.to(q.dtype), k, b, PRECISION)
             else:
                 s_tilde = (p * (p_tilde - e[:, None])).to(q.dtype)
-                omega = tl.dot(s_tilde, k, omega, input_precision=PRECISION)
+                omega = add_product(s_tilde, k, omega, PRECISION)
                 k_part = tl.dot(tl.trans(s_tilde), q, input_precision=PRECISION)
                 k_part = tl.dot(tl.trans(ds), u_q, k_part, input_precision=PRECISION)
                 v_part = tl.dot(tl.trans(gph), do, input_precision=PRECISION)

@@ -21,6 +21,7 @@ from .common import (
     DO_NOT_SPECIALIZE,
     LOG2E,
     Problem,
+    add_product,
     head_pointer,
     hopper,
     keep_mask,
@@ -122,13 +123,13 @@ def _row_tile(
         ph = p * h
         if DROPOUT:
             ph = tl.where(keep, ph * keep_scale, 0.0)
-        v_sum = tl.dot(ph.to(dtype), do, v_sum, input_precision=PRECISION)
+        v_sum = add_product(ph.to(dtype), do, v_sum, PRECISION)
         if DROPOUT:
             a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
         centered = a - delta[None, :]
         p_tilde = h * centered - e0[None, :]  # P̃ − E, without C
         if HAS_U_Q:
-            k_sum = tl.dot((p * centered).to(dtype), u_q, k_sum, input_precision=PRECISION)
+            k_sum = add_product((p * centered).to(dtype), u_q, k_sum, PRECISION)
     if HAS_U_V:
         if DROPOUT:
             c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
@@ -136,7 +137,7 @@ def _row_tile(
             p_tilde = p_tilde + c
         else:
             p_tilde = c - e0[None, :]
-    k_sum = tl.dot((p * p_tilde).to(dtype), q, k_sum, input_precision=PRECISION)
+    k_sum = add_product((p * p_tilde).to(dtype), q, k_sum, PRECISION)
     return k_sum, v_sum
 
 

@@ -194,6 +194,24 @@ def load_padding(pointer, strides, batch, start, N_k, BLOCK_N: tl.constexpr):
     return tl.load(pointers, mask=keys < N_k, other=0) != 0
 
 
+# --- sums ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_product(a, b, total, PRECISION: tl.constexpr):
+    """a b + total, for a sum that runs over a whole sequence.
+
+    In fp32 every term's addition to the total rounds like the total: a tile is summed up before it is added, which is one
+    rounding of the total's size a tile. Tensor cores, for the narrow types, sum a tile's terms inside.
+    """
+    if a.dtype == tl.float32:
+        # Any limit on imprecise additions has this meaning, and fp32 products ignore it otherwise; without one Triton
+        # rewrites the addition into a product that starts from the total.
+        return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
 # --- dropout ------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from .common import (
     LN2,
     LOG2E,
     Problem,
+    add_product,
     head_pointer,
     keep_mask,
     key_range,
@@ -88,7 +89,7 @@ def _key_tile(
         keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, False)
         p = tl.where(keep, p * keep_scale, 0.0)
     v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+    acc = add_product(p.to(v.dtype), v, acc * correction[:, None], PRECISION)
     return new_maximum, total, acc
 
 

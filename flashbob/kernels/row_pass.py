@@ -24,6 +24,7 @@ from .common import (
     DO_NOT_SPECIALIZE,
     LOG2E,
     Problem,
+    add_product,
     head_pointer,
     hopper,
     keep_mask,
@@ -132,19 +133,19 @@ def _key_tile(
         pg = tl.where(keep, p * keep_scale, 0.0)
         if HAS_U_V:
             c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
-    b = tl.dot(p.to(dtype), k, b, input_precision=PRECISION)
+    b = add_product(p.to(dtype), k, b, PRECISION)
     if HAS_U_V:
-        do_sum = tl.dot(pg.to(dtype), u_v, do_sum, input_precision=PRECISION)
+        do_sum = add_product(pg.to(dtype), u_v, do_sum, PRECISION)
     centered = a - delta[:, None]
     if HAS_U_K:
-        omega = tl.dot((p * centered).to(dtype), u_k, omega, input_precision=PRECISION)
+        omega = add_product((p * centered).to(dtype), u_k, omega, PRECISION)
     if HAS_F:
         f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
         pf = p * f
         alpha += tl.sum(pf, 1)
         if DROPOUT:
             pf = tl.where(keep, pf * keep_scale, 0.0)
-        do_sum = tl.dot(pf.to(dtype), v, do_sum, input_precision=PRECISION)
+        do_sum = add_product(pf.to(dtype), v, do_sum, PRECISION)
         p_tilde = f * centered  # P̃° = C + F ⊙ (A − D)
         if HAS_U_V:
             p_tilde = p_tilde + c
@@ -152,10 +153,10 @@ def _key_tile(
         p_tilde = c
     p_p_tilde = p * p_tilde
     e0 += tl.sum(p_p_tilde, 1)
-    omega = tl.dot(p_p_tilde.to(dtype), k, omega, input_precision=PRECISION)
+    omega = add_product(p_p_tilde.to(dtype), k, omega, PRECISION)
     if HAS_F:
         if not USE_DQ:
-            r = tl.dot((p * a).to(dtype), k, r, input_precision=PRECISION)
+            r = add_product((p * a).to(dtype), k, r, PRECISION)
     return alpha, e0, omega, b, r, do_sum
 
 

@@ -20,6 +20,7 @@ from .common import (
     DO_NOT_SPECIALIZE,
     LOG2E,
     Problem,
+    add_product,
     head_pointer,
     keep_mask,
     key_range,
@@ -108,12 +109,12 @@ def _key_tile(
         if DROPOUT:
             t_p = tl.where(keep, t_p * keep_scale, 0.0)
         v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-        acc = tl.dot(t_p.to(dtype), v, acc, input_precision=PRECISION)
+        acc = add_product(t_p.to(dtype), v, acc, PRECISION)
     if HAS_T_V:
         if DROPOUT:
             p = tl.where(keep, p * keep_scale, 0.0)
         t_v = load_tile(t_v_head, t_v_strides, t_v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-        acc = tl.dot(p.to(dtype), t_v, acc, input_precision=PRECISION)
+        acc = add_product(p.to(dtype), t_v, acc, PRECISION)
     return alpha, acc
 
 
