@@ -41,8 +41,8 @@ class _Launch(NamedTuple):
 
 # A program reads its row twice. The fewer programs share a multiprocessor, the fewer rows are in work, and they stay in the
 # caches in between: by their registers on an H200 two of the first kernel and one of the second, 26 MB each, where L2 holds 50.
-_NORMALIZE = _Launch(block=8192, num_warps=32)
-_DIFFERENTIATE = _Launch(block=16384, num_warps=32)
+_NORMALIZE = _Launch(block=4096, num_warps=16)
+_DIFFERENTIATE = _Launch(block=8192, num_warps=32)
 _RUN = 8  # neighbours in a row, which one thread loads at once (16 bytes of bf16) and sums
 
 

@@ -67,7 +67,6 @@ def _backward_rows(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
-    EARLY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -150,13 +149,6 @@ def _backward_rows(
         k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         v = v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
         a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
-        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        next_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        next_s = nothing
-        if EARLY:
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
         thread_barrier()  # every warp is done with the tile before: its slot can be filled
         next_n0 = n0 + (STAGES - 1) * BLOCK_N
@@ -180,16 +172,15 @@ def _backward_rows(
             p = gl.where(valid, p, 0.0)
         if PADDING:
             p = gl.where(attended[None, :], p, 0.0)
-        if EARLY:
-            a = warpgroup_mma_wait(1, deps=[a])
-        else:
-            a = warpgroup_mma_wait(0, deps=[a])
+        a = warpgroup_mma_wait(0, deps=[a])
         ds = gl.convert_layout((p * (a - delta[:, None])).to(dtype), OPERAND)
         dq = warpgroup_mma(ds, k, dq, is_async=True)  # dS K
-        if not EARLY:
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        dq, s = warpgroup_mma_wait(0, deps=[dq, next_s])
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+        next_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dq, s = warpgroup_mma_wait(0, deps=[dq, s])
 
     for i in gl.static_range(STAGES + 1):
         mbarrier.invalidate(barriers.index(i))
@@ -256,7 +247,6 @@ def _sum_over_rows(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """The computing warps of `_backward_keys`."""
     k_smem, v_smem = held
@@ -294,14 +284,6 @@ def _sum_over_rows(
         do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
         vectors = vectors_ring.index(stage).reshape([2, BLOCK_M])  # log2(e) L, D
         a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
-        used = STAGES + stage
-        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        next_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        next_s = nothing
-        if EARLY:
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
         if CAUSAL:
             if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
@@ -313,17 +295,17 @@ def _sum_over_rows(
         if PADDING:
             p = gl.where(attended[:, None], p, 0.0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), OPERAND), do, dv, is_async=True)  # Pᵀ dO
-        if EARLY:
-            a = warpgroup_mma_wait(2, deps=[a])
-        else:
-            a = warpgroup_mma_wait(1, deps=[a])
+        a = warpgroup_mma_wait(1, deps=[a])
         ds = (p * (a - vectors.slice(1, 1).load(SCORES))).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)  # dSᵀ Q
         m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
-        if not EARLY:
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, next_s])
+        used = STAGES + stage
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
+        next_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
         mbarrier.arrive(barriers.index(used), count=1)
 
     out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
@@ -367,7 +349,6 @@ def _backward_keys(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
-    EARLY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -416,7 +397,7 @@ def _backward_keys(
             (
                 _sum_over_rows,
                 (held, rings, barriers, place, bounds, padding_row, scale, window, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, EARLY),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS),
             ),
             (
                 _stream_rows,
