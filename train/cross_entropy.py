@@ -1,4 +1,5 @@
-"""Cross-entropy of a linear head, in chunks of tokens and twice differentiable: no tensor [tokens, vocabulary] is ever whole.
+"""Cross-entropy of a linear head, in chunks of tokens and twice differentiable: no tensor [tokens, vocabulary] is ever whole,
+unless one chunk takes all tokens.
 
 With logits z = x Wᵀ, p = softmax(z), one-hot targets y, the mean over the n tokens that count, and δ = p − y:
 
@@ -9,11 +10,13 @@ of dx and dW, makes the logits again, beside their change M = U_x Wᵀ + x U_W�
 
     H = p ⊙ (M − Σ p M) / n        x̃ = H W + G U_W        W̃ = Hᵀ x + Gᵀ U_x
 
-which are ten products where storing the logits takes nine, made as seven: those that share W, and those of one sum, are one. The
-Hessian is symmetric: H's outputs with ẋ and Ẇ for U_x and U_W are also the tangents of dx and dW, which is forward over reverse.
-On a CUDA device softmax, δ and H are one Triton kernel each, in place; elsewhere they are PyTorch operations. Sums are fp32 (fp64
-for fp64). dW and W̃ are summed over chunks inside the products and leave their operators in that: who takes them rounds them,
-dW with its factor, in the same pass over memory.
+which are ten products where storing the logits takes nine, made as seven: those that share W, and those of one sum, are one.
+Where one chunk takes all tokens its G is kept instead, from which p = n G + y, and these are the nine.
+
+The Hessian is symmetric: H's outputs with ẋ and Ẇ for U_x and U_W are also the tangents of dx and dW, which is forward over
+reverse. On a CUDA device softmax, δ and H are one Triton kernel each, in place; elsewhere they are PyTorch operations. Sums are
+fp32 (fp64 for fp64). dW and W̃ are summed over chunks inside the products and leave their operators in that: who takes them
+rounds them, with their factor c, in the same pass over memory.
 
 Nothing here is FlashBoB's; fusing the head with its loss is due to Liger-Kernel and others, which have no second derivative.
 """
@@ -53,7 +56,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size:
         x: [T, D], floating point; under `torch.autocast` the products are in its dtype, as a linear layer's.
         weight: [V, D] with V ≥ vocab_size; the rows beyond (padding) take no part.
         targets: int64 [T], in [0, vocab_size) or -100, which is left out of the mean.
-        chunk: tokens at a time.
+        chunk: tokens at a time. From T on, [T, V] numbers are kept for the second derivative, which is then faster.
 
     Returns a scalar in fp32 (fp64 for fp64). Twice differentiable with respect to x and weight (reverse over reverse, forward
     over reverse, reverse over forward), eager or traced by `make_fx`; inside `torch.compile` once, in reverse.
@@ -84,8 +87,8 @@ def _(x, weight, targets, vocab_size, chunk):
 @torch.library.custom_op("flashbob_train::loss_and_gradient", mutates_args=(), tags=_ANY_LAYOUT)
 def _loss_and_gradient(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, log Σ exp z [T], dx, dW in fp32 or fp64)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, log Σ exp z [T], dx, dW in fp32 or fp64, G [T, V] of a single chunk; of several an empty tensor)."""
     share = 1.0 / (targets != IGNORED).sum().to(_wide(x))
     lse = x.new_empty(x.shape[0], dtype=_wide(x))
     losses = torch.empty_like(lse)
@@ -96,7 +99,7 @@ def _loss_and_gradient(
         _normalize(logits, targets[rows], share, vocab_size, lse[rows], losses[rows])  # logits are G now
         torch.mm(logits, weight, out=dx[rows])
         _sum_product(dw, logits.T, x[rows], first=rows.start == 0)
-    return losses.sum() * share, lse, dx, dw
+    return losses.sum() * share, lse, dx, dw, logits if len(x) <= chunk else x.new_empty(0)
 
 
 @_loss_and_gradient.register_fake
@@ -107,6 +110,7 @@ def _(x, weight, targets, vocab_size, chunk):
         x.new_empty(x.shape[0], dtype=wide),
         torch.empty_like(x),
         weight.new_empty(weight.shape, dtype=wide),
+        x.new_empty((len(x), len(weight)) if len(x) <= chunk else (0,)),
     )
 
 
@@ -114,18 +118,30 @@ def _(x, weight, targets, vocab_size, chunk):
 def _second_gradient(
     u_x: Tensor | None,
     u_w: Tensor | None,
-    c: Tensor,
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
     lse: Tensor,
+    kept_g: Tensor,
     vocab_size: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """(x̃, W̃ in fp32 or fp64), c times those of the formulas above; one of u_x and u_w may be None, which is zero."""
-    share = c.to(_wide(x)) / (targets != IGNORED).sum()
+    """(x̃, W̃ in fp32 or fp64); one of u_x and u_w may be None, which is zero."""
+    share = 1.0 / (targets != IGNORED).sum().to(_wide(x))
     grad_x = torch.empty_like(x)
     grad_w = weight.new_empty(weight.shape, dtype=_wide(x))
+    if len(x) <= chunk:
+        change = x @ u_w.T if u_x is None else u_x @ weight.T  # type: ignore[union-attr]
+        if u_x is not None and u_w is not None:
+            change.addmm_(x, u_w.T)
+        _differentiate_from(kept_g, change, targets, share, vocab_size)  # this is H now
+        torch.mm(change, weight, out=grad_x)
+        if u_w is not None:
+            grad_x.addmm_(kept_g, u_w)
+        _sum_product(grad_w, change.T, x, first=True)
+        if u_x is not None:
+            _sum_product(grad_w, kept_g.T, u_x, first=False)
+        return grad_x, grad_w
     for rows in _chunks(x, chunk):
         here = x[rows]
         # One product for all that W multiplies: the logits, and below them U_x Wᵀ.
@@ -148,7 +164,7 @@ def _second_gradient(
 
 
 @_second_gradient.register_fake
-def _(u_x, u_w, c, x, weight, *_):
+def _(u_x, u_w, x, weight, *_):
     return torch.empty_like(x), weight.new_empty(weight.shape, dtype=_wide(x))
 
 
@@ -159,10 +175,12 @@ def _refuse(ctx, *_):
 
 
 class _SecondGradient(Function):
+    """(c x̃, c W̃), c as in `_ScaledGradient`."""
+
     @staticmethod
     def forward(u_x, u_w, c, x, weight, *rest):
-        grad_x, grad_w = _second_gradient(u_x, u_w, c, x, weight, *rest)
-        return grad_x, grad_w.to(weight.dtype)
+        grad_x, grad_w = _second_gradient(u_x, u_w, x, weight, *rest)
+        return (c * grad_x).to(x.dtype), (c * grad_w).to(weight.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -191,13 +209,13 @@ class _ScaledGradient(Function):
     @staticmethod
     def backward(ctx, u_x, u_w):
         if u_x is None and u_w is None:
-            return (None,) * 9
+            return (None,) * 10
         c, dx, dw, *rest = ctx.saved_tensors
         grad_c = sum(
             (u.to(c.dtype) * d.to(c.dtype)).sum() for u, d in ((u_x, dx), (u_w, dw)) if u is not None
         )
         grad_x, grad_w = _SecondGradient.apply(u_x, u_w, c, *rest, ctx.vocab_size, ctx.chunk)
-        return grad_c, None, None, grad_x, grad_w, None, None, None, None
+        return grad_c, None, None, grad_x, grad_w, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, t_c, t_dx, t_dw, t_x, t_w, *_):
@@ -222,10 +240,10 @@ class _Loss(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
-        _, lse, dx, dw = output
-        ctx.mark_non_differentiable(lse, dx, dw)
+        _, lse, dx, dw, kept_g = output
+        ctx.mark_non_differentiable(lse, dx, dw, kept_g)
         ctx.set_materialize_grads(False)
-        saved = dx, dw, x, weight, targets, lse
+        saved = dx, dw, x, weight, targets, lse, kept_g
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
 
@@ -244,7 +262,7 @@ class _Loss(Function):
         along = [
             (g.to(one.dtype) * t.to(one.dtype)).sum() for g, t in zip(gradients, (t_x, t_w)) if t is not None
         ]
-        return sum(along[1:], along[0]), None, None, None
+        return sum(along[1:], along[0]), None, None, None, None
 
 
 # The same formulas for operators in a graph that is differentiated: inside torch.compile, or traced. What a trace shows of
@@ -253,13 +271,13 @@ class _Loss(Function):
 
 def _setup_operator(ctx, inputs, output):
     x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
-    _, lse, dx, dw = output
-    ctx.mark_non_differentiable(lse)
+    _, lse, dx, dw, kept_g = output
+    ctx.mark_non_differentiable(lse, kept_g)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dx, dw, x, weight, targets, lse)
+    ctx.save_for_backward(dx, dw, x, weight, targets, lse, kept_g)
 
 
-def _backward_of_operator(ctx, c, _, u_x, u_w):
+def _backward_of_operator(ctx, c, _, u_x, u_w, __):
     dx, dw, *rest = ctx.saved_tensors
     numbers = ctx.vocab_size, ctx.chunk
     parts = []
@@ -338,6 +356,23 @@ def _differentiate(
     logits.zero_()
     logits[:, :vocab_size] = h
     _write_g(change, p, targets.clamp(min=0).unsqueeze(-1), kept, share, vocab_size)
+
+
+def _differentiate_from(g: Tensor, change: Tensor, targets: Tensor, share: Tensor, vocab_size: int) -> None:
+    """The change M of logits becomes H, from their G."""
+    if g.is_cuda or INTERPRETED_ON_CPU:
+        _differentiate_from_kernel[(len(g),)](
+            g, change, targets, share, g.stride(0), change.stride(0), g.shape[1], vocab_size,
+            IGNORED=IGNORED, BLOCK=_DIFFERENTIATE.block, RUN=_RUN, num_warps=_DIFFERENTIATE.num_warps,
+        )  # fmt: skip
+        return
+    kept = targets != IGNORED
+    p = g[:, :vocab_size].to(share.dtype) / share
+    p.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), kept.to(p.dtype).unsqueeze(-1))
+    m = change[:, :vocab_size].to(p.dtype)
+    h = p * (m - (p * m).sum(-1, keepdim=True)) * (kept * share).unsqueeze(-1)
+    change.zero_()
+    change[:, :vocab_size] = h
 
 
 def _write_g(out: Tensor, p: Tensor, index: Tensor, kept: Tensor, share: Tensor, vocab_size: int) -> None:
@@ -434,6 +469,49 @@ def _differentiate_kernel(
         inside = index < columns
         tl.store(z_ptr + index, h.to(z_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         tl.store(m_ptr + index, g.to(m_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _differentiate_from_kernel(
+    g_ptr,
+    m_ptr,
+    targets_ptr,
+    share_ptr,
+    g_stride,
+    m_stride,
+    columns,
+    vocab_size,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0)
+    g_ptr += row.to(tl.int64) * g_stride
+    m_ptr += row.to(tl.int64) * m_stride
+    target = tl.load(targets_ptr + row)
+    kept = target != IGNORED
+    share = tl.load(share_ptr)
+    number = tl.where(kept, 1.0 / share, 0.0)
+    share = tl.where(kept, share, 0.0)
+    total = tl.zeros([BLOCK // RUN], tl.float32)
+    lanes = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    for start in range(0, vocab_size, BLOCK):
+        index = start + lanes
+        g = _changes(g_ptr, index, columns, vocab_size, "evict_last")
+        m = _changes(m_ptr, index, columns, vocab_size, "evict_last")
+        p = g * number + tl.where(index == target, 1.0, 0.0)
+        total += tl.sum(p * m, 1)
+    mean = tl.sum(total, 0)
+    for start in range(0, columns, BLOCK):
+        index = start + lanes
+        g = _changes(g_ptr, index, columns, vocab_size, "evict_first")
+        m = _changes(m_ptr, index, columns, vocab_size, "evict_first")
+        p = g * number + tl.where(index == target, 1.0, 0.0)
+        h = p * (m - mean) * share
+        tl.store(
+            m_ptr + index, h.to(m_ptr.dtype.element_ty), mask=index < columns, eviction_policy="evict_first"
+        )
 
 
 @triton.jit

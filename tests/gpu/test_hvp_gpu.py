@@ -80,8 +80,9 @@ def test_vectors_filled_where_the_graph_reads_them():
     assert not set(map(id, own)) & set(map(id, hvp.empty_vectors(tokens[:1], targets[:1])))
 
 
+@pytest.mark.parametrize("chunk", [128, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_chunked_cross_entropy(dtype):
+def test_the_chunked_cross_entropy(dtype, chunk):
     torch.manual_seed(0)
     vocab = 50257
     x = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -95,7 +96,7 @@ def test_the_chunked_cross_entropy(dtype):
         first = torch.autograd.grad(value, (x, weight), create_graph=True)
         return value, *first, *torch.autograd.grad(first, (x, weight), u)
 
-    got = derivatives(lambda x, w: linear_cross_entropy(x, w, targets, vocab, 128), x, weight, u)
+    got = derivatives(lambda x, w: linear_cross_entropy(x, w, targets, vocab, chunk), x, weight, u)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = lambda x, w: F.cross_entropy((x @ w.T)[:, :vocab], targets)  # noqa: E731
     expected = derivatives(exact, *wide, [t.double() for t in u])

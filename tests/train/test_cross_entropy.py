@@ -52,15 +52,17 @@ def test_both_derivatives_equal_pytorchs(chunk, ignored, used):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_against_finite_differences():
+@pytest.mark.parametrize("chunk", [3, 4])
+def test_against_finite_differences(chunk):
     x, weight, targets = inputs(tokens=4, dim=2)
-    function = lambda x, w: linear_cross_entropy(x, w, targets, VOCAB, 3)  # noqa: E731
+    function = lambda x, w: linear_cross_entropy(x, w, targets, VOCAB, chunk)  # noqa: E731
     torch.autograd.gradcheck(function, (x, weight), check_forward_ad=True)
     torch.autograd.gradgradcheck(function, (x, weight), check_fwd_over_rev=True)
 
 
+@pytest.mark.parametrize("chunk", [6, 23])
 @pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])
-def test_forward_mode_equals_pytorchs(used):
+def test_forward_mode_equals_pytorchs(used, chunk):
     """Of the loss (with and without a graph of it), over its gradient, and under reverse; squared, so that c has a tangent."""
     *tensors, targets = inputs()
     points, tangents = (
@@ -81,7 +83,7 @@ def test_forward_mode_equals_pytorchs(used):
             forward = jvp(square, points, tangents)
         return forward, jvp(grad(square, argnums), points, tangents), grad(along, argnums)(*points)
 
-    got = results(lambda *t: linear_cross_entropy(*t, VOCAB, 6))
+    got = results(lambda *t: linear_cross_entropy(*t, VOCAB, chunk))
     torch.testing.assert_close(got, results(plain), rtol=1e-11, atol=1e-13)
 
 
@@ -118,7 +120,8 @@ def test_no_tokens_at_all_give_what_pytorch_gives():
     assert value.isnan() and (first == 0).all() and (second == 0).all()
 
 
-def test_huge_padding_takes_no_part():
+@pytest.mark.parametrize("chunk", [6, 23])
+def test_huge_padding_takes_no_part(chunk):
     """Neither rows of W beyond the vocabulary nor those of its cotangent."""
     x, weight, targets = inputs()
     u_w = torch.randn_like(weight)
@@ -126,7 +129,7 @@ def test_huge_padding_takes_no_part():
     huge = weight.detach().clone()
     huge[VOCAB:] = 1e300
     huge.requires_grad_()
-    chunked = lambda *t: linear_cross_entropy(*t, VOCAB, 6)  # noqa: E731
+    chunked = lambda *t: linear_cross_entropy(*t, VOCAB, chunk)  # noqa: E731
     u_x = torch.randn_like(x)
     for a, b in zip(
         derivatives(chunked, x, huge, targets, u_x, u_w), derivatives(plain, x, weight, targets, u_x, u_w)
@@ -134,13 +137,14 @@ def test_huge_padding_takes_no_part():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_a_traced_first_derivative_can_be_differentiated():
+@pytest.mark.parametrize("chunk", [6, 23])
+def test_a_traced_first_derivative_can_be_differentiated(chunk):
     """Also at a cotangent that has a graph itself."""
     x, weight, targets = inputs()
     u = torch.randn_like(x), torch.randn_like(weight)
 
     def first(x, weight, c):
-        return torch.autograd.grad(linear_cross_entropy(x, weight, targets, VOCAB, 6) * c, (x, weight))
+        return torch.autograd.grad(linear_cross_entropy(x, weight, targets, VOCAB, chunk) * c, (x, weight))
 
     c = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     traced = make_fx(first)(x.detach().requires_grad_(), weight.detach().requires_grad_(), c.detach())
@@ -167,15 +171,16 @@ def test_a_third_derivative_is_refused():
         along(along(grad(loss)))(x.detach())
 
 
+@pytest.mark.parametrize("chunk", [4, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernels_in_the_interpreter(monkeypatch, dtype):
+def test_the_kernels_in_the_interpreter(monkeypatch, dtype, chunk):
     """Rows longer than a program's block, and a vocabulary that ends inside one."""
     monkeypatch.setattr(cross_entropy, "INTERPRETED_ON_CPU", True)
     for name in ("_NORMALIZE", "_DIFFERENTIATE"):
         monkeypatch.setattr(cross_entropy, name, cross_entropy._Launch(block=16, num_warps=1))
     x, weight, targets = inputs(tokens=9, dtype=dtype)
     u_x, u_w = torch.randn_like(x), torch.randn_like(weight)
-    got = derivatives(lambda *t: linear_cross_entropy(*t, VOCAB, 4), x, weight, targets, u_x, u_w)
+    got = derivatives(lambda *t: linear_cross_entropy(*t, VOCAB, chunk), x, weight, targets, u_x, u_w)
     wide = [t.detach().double() for t in (x, weight, u_x, u_w)]
     x64, w64 = (t.requires_grad_() for t in wide[:2])
     expected = derivatives(plain, x64, w64, targets, *wide[2:])
