@@ -28,6 +28,7 @@ from rich.console import Console
 
 from optim import HessianVectorProduct
 from scripts.tune_attention import median_ms
+from train.gradient_graph import GradientGraph
 from train.metrics import process_peak_bytes
 from train.model import GPT, GPTConfig, attention_function
 
@@ -36,38 +37,41 @@ class Mode(NamedTuple):
     attention: str
     second_order: bool
     compiled: bool = False
-    chunked: bool = False  # the loss: LOSS_CHUNK tokens of logits at a time
+    chunk: int | None = None  # tokens of logits at a time, in the loss; None: PyTorch's loss of all logits
     cuda_graph: bool = False
     method: Literal["reverse", "forward"] = "reverse"
-    combined: bool = False  # Inductor's combo_kernels: independent small kernels in one launch
     recomputed: bool = False  # blocks: activation checkpointing, and compiled, if they are, one by one
 
 
 LOSS_CHUNK = 4096
+ALL = 2**30  # in one chunk, which keeps the loss's gradient with respect to its logits
 MODES = {
     "gradient-sdpa-compiled": Mode("sdpa", False, compiled=True),
+    "gradient-sdpa-graph": Mode("sdpa", False, compiled=True, cuda_graph=True),
     "gradient-sdpa-eager": Mode("sdpa", False),
     "gradient-flashbob-compiled": Mode("auto", False, compiled=True),
-    "gradient-flashbob-chunked-compiled": Mode("auto", False, compiled=True, chunked=True),
+    "gradient-flashbob-graph": Mode("auto", False, compiled=True, cuda_graph=True),
+    "gradient-flashbob-chunked-compiled": Mode("auto", False, compiled=True, chunk=LOSS_CHUNK),
+    "gradient-flashbob-chunked-graph": Mode("auto", False, compiled=True, chunk=LOSS_CHUNK, cuda_graph=True),
     "hvp-flashbob-eager": Mode("auto", True),
     "hvp-flashbob-compiled": Mode("auto", True, compiled=True),
-    "hvp-flashbob-chunked-compiled": Mode("auto", True, compiled=True, chunked=True),
+    "hvp-flashbob-chunked-compiled": Mode("auto", True, compiled=True, chunk=LOSS_CHUNK),
     "hvp-flashbob-graph": Mode("auto", True, compiled=True, cuda_graph=True),
-    "hvp-flashbob-chunked-graph": Mode("auto", True, compiled=True, chunked=True, cuda_graph=True),
-    "hvp-flashbob-chunked-combined-graph": Mode(
-        "auto", True, compiled=True, chunked=True, cuda_graph=True, combined=True
-    ),
+    "hvp-flashbob-chunked-graph": Mode("auto", True, compiled=True, chunk=LOSS_CHUNK, cuda_graph=True),
+    "hvp-flashbob-kept-graph": Mode("auto", True, compiled=True, chunk=ALL, cuda_graph=True),
     "hvp-forward-over-reverse-eager": Mode("auto", True, method="forward"),
     "hvp-forward-over-reverse-compiled": Mode("auto", True, compiled=True, method="forward"),
     "hvp-forward-over-reverse-chunked-compiled": Mode(
-        "auto", True, compiled=True, chunked=True, method="forward"
+        "auto", True, compiled=True, chunk=LOSS_CHUNK, method="forward"
     ),
     "hvp-forward-over-reverse-chunked-graph": Mode(
-        "auto", True, compiled=True, chunked=True, cuda_graph=True, method="forward"
+        "auto", True, compiled=True, chunk=LOSS_CHUNK, cuda_graph=True, method="forward"
     ),
-    "hvp-recomputed-eager": Mode("auto", True, chunked=True, recomputed=True),
-    "hvp-recomputed-compiled": Mode("auto", True, compiled=True, chunked=True, recomputed=True),
-    "hvp-recomputed-graph": Mode("auto", True, compiled=True, chunked=True, cuda_graph=True, recomputed=True),
+    "hvp-recomputed-eager": Mode("auto", True, chunk=LOSS_CHUNK, recomputed=True),
+    "hvp-recomputed-compiled": Mode("auto", True, compiled=True, chunk=LOSS_CHUNK, recomputed=True),
+    "hvp-recomputed-graph": Mode(
+        "auto", True, compiled=True, chunk=LOSS_CHUNK, cuda_graph=True, recomputed=True
+    ),
     "hvp-hybrid-eager": Mode("hybrid", True),
     "hvp-math-eager": Mode("math", True),
 }
@@ -82,14 +86,14 @@ GROUPS = {  # of kernels, by what their names hold; the first that fits
         "cudnn",
     ),
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
-    "chunked cross-entropy": ("_normalize_kernel", "_differentiate_kernel"),
+    "chunked cross-entropy": ("_normalize_kernel", "_differentiate"),
     "elementwise and reductions": ("triton_", "elementwise", "reduce", "Memset", "Memcpy", "copy"),
 }
 
 
 def prepare(mode: str, model_name: str, batch: int, length: int, device: str) -> Callable[[], Any]:
     """A function that runs one pass; compiled already."""
-    attention, second, compiled, chunked, cuda_graph, method, combined, recomputed = MODES[mode]
+    attention, second, compiled, chunk, cuda_graph, method, recomputed = MODES[mode]
     c = OmegaConf.load(Path(__file__).resolve().parent.parent / "configs" / "model" / f"{model_name}.yaml")
     torch.manual_seed(0)
     with torch.device(device):
@@ -100,7 +104,7 @@ def prepare(mode: str, model_name: str, batch: int, length: int, device: str) ->
                 c.num_layers,
                 c.num_heads,
                 c.embed_dim,
-                loss_chunk=LOSS_CHUNK if chunked else None,
+                loss_chunk=chunk,
                 recompute_blocks=recomputed,
             ),
             attention_function(attention),
@@ -114,7 +118,6 @@ def prepare(mode: str, model_name: str, batch: int, length: int, device: str) ->
             compile=compiled,
             cuda_graph=cuda_graph,
             method=method,
-            options={"combo_kernels": True} if combined else None,
         )
         with autocast:
             hvp(
@@ -129,22 +132,39 @@ def prepare(mode: str, model_name: str, batch: int, length: int, device: str) ->
     else:
         forward = torch.compile(model) if compiled else model
 
-        def run() -> None:
+        def add_gradient(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             attention_function(attention)
             with autocast:
                 loss = forward(tokens, targets)[1]
             loss.backward()
-            for p in model.parameters():
-                p.grad = None
+            return loss.detach()
+
+        graph = GradientGraph(add_gradient, list(model.parameters()))
+
+        def run() -> None:
+            if cuda_graph:
+                graph(tokens, targets)
+            else:
+                add_gradient(tokens, targets)
+                model.zero_grad()
 
     run()
+    run()  # a graph of the gradient is made now
     if device == "cuda":
         torch.cuda.synchronize()
     return run
 
 
+def reset_peak(device: str) -> int:
+    """Bytes that are allocated on the GPU now, from where a peak is counted."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 def measure_gpu(run: Callable[[], Any], others: float) -> dict[str, Any]:
-    """`others` are the bytes that other modes' models hold."""
+    """`others` are the bytes that other modes hold."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -203,18 +223,22 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for shape in arguments.shapes:
         batch, length = map(int, shape.split("x"))
-        runs, compile_s = {}, {}
+        runs, compile_s, captured_gib, kept = {}, {}, {}, {}
         for mode in arguments.modes:
             start = time.perf_counter()
+            held = reset_peak(arguments.device)
             runs[mode] = prepare(mode, arguments.model, batch, length, arguments.device)
             compile_s[mode] = time.perf_counter() - start
+            kept[mode] = (torch.cuda.memory_allocated() if arguments.device == "cuda" else 0) - held
+            if MODES[mode].cuda_graph:  # a replay allocates nothing: what it needs shows while it is captured
+                captured_gib[mode] = (torch.cuda.max_memory_allocated() - held) / 2**30
             console.print(f"{mode}: first call {compile_s[mode]:.1f} s")
         while arguments.wait_for and not arguments.wait_for.exists():
             time.sleep(0.5)
         reference = None
         for mode, run in runs.items():
             if arguments.device == "cuda":
-                measured = measure_gpu(run, torch.cuda.memory_allocated() * (len(runs) - 1) / len(runs))
+                measured = measure_gpu(run, sum(kept.values()) - kept[mode])
                 machine = torch.cuda.get_device_name()
             else:
                 measured, machine = measure_cpu(run), f"CPU, {torch.get_num_threads()} threads"
@@ -224,6 +248,7 @@ def main() -> None:
                 "model": arguments.model, "B": batch, "N": length, "mode": mode, **measured,
                 "first_call_s": compile_s[mode],
             }  # fmt: skip
+            row["peak_gib"] = captured_gib.get(mode, row["peak_gib"])
             reference = reference or row["ms"]
             row["ratio_to_gradient"] = (
                 row["ms"] / reference if arguments.modes[0] == "gradient-sdpa-compiled" else None

@@ -26,7 +26,7 @@ ARMS = {
         "arm=sophia-flashbob",
         "train.compile=true",
         "train.cuda_graph=true",
-        "model.loss_chunk=4096",
+        "model.loss_chunk=8192",  # all tokens of a micro-batch
     ),
     "sophia-paper": ("arm=sophia-paper",),
     "sophia-hybrid": ("arm=sophia-hybrid",),
