@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .ahead import compile_derivatives
 from .common import (
     DO_NOT_SPECIALIZE,
     LN2,
@@ -187,6 +188,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """(O like q, L fp32 [B, H, N_q], natural log; rows without keys have O = 0 and L = +inf)."""
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        compile_derivatives(problem, q, k, v, lse)
     tensors = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": o, "lse_ptr": lse, **problem.side_tensors}
 
     def prepare(tile: dict) -> tuple[int, dict]:

@@ -1,6 +1,10 @@
 """Launches: the tile, the other arguments, and on later calls neither."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -13,6 +17,23 @@ from .common import INTERPRETED, Problem, strides_of
 # What a first launch found out: (compiled kernel with its grid, all arguments, places of the tensors among them, descriptors).
 _PLANS: dict[tuple, tuple] = {}
 tuning.ON_CHANGE.append(_PLANS.clear)
+
+# Threads that compile ahead: Triton holds the interpreter's lock for a tenth of the time only. None of them where the call
+# itself needs the cores. Python waits for them at its exit.
+NUM_COMPILERS = min(4, len(os.sched_getaffinity(0)) - 1)
+_COMPILERS = ThreadPoolExecutor(max(1, NUM_COMPILERS), thread_name_prefix="flashbob-compiler")
+_COMPILING: dict[Any, Future] = {}  # the last one of each kernel
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Within the block, this thread's launches only start to compile, and return."""
+    _THREAD.compiles_ahead = True
+    try:
+        yield
+    finally:
+        _THREAD.compiles_ahead = False
 
 
 def launch(
@@ -35,6 +56,9 @@ def launch(
 
     Raises RuntimeError when no tile fits the device.
     """
+    if getattr(_THREAD, "compiles_ahead", False):
+        _compile_ahead(kernel, problem, tensors, prepare, tile)
+        return
     described = [None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in tensors.values()]
     key = (kernel, problem.key, *described, tile if isinstance(tile, str) else tuple(tile.values()), variant)
     plan = _PLANS.get(key)
@@ -59,26 +83,17 @@ def _first_launch(
     tile: str | dict,
 ) -> tuple | None:
     names = kernel.arg_names
+    if kernel in _COMPILING:
+        wait([_COMPILING.pop(kernel)])  # if it failed, so will this launch, and say why
 
     def run(chosen: dict) -> tuple[Any, int, dict]:
-        programs, arguments = prepare(chosen)
-        for name, x in tensors.items():
-            strides = name.removesuffix("_ptr") + "_strides"
-            if strides in names:
-                arguments.setdefault(strides, strides_of(x))
-        arguments = tensors | arguments
+        programs, arguments = _arguments(kernel, tensors, prepare, chosen)
         return kernel[(programs,)](**arguments), programs, arguments
 
     if isinstance(tile, dict):
         compiled, programs, arguments = run(tile)
     else:
-        form = (
-            tile,
-            problem.head_dim,
-            problem.dtype,
-            problem.device,
-            max(problem.num_rows, problem.num_keys),
-        )
+        form = _form(problem, tile)
         if tuning.searches(*form):
             tuning.search(*form, run)
         for chosen in tuning.tiles(*form):
@@ -102,6 +117,59 @@ def _first_launch(
         if descriptor is not None:
             descriptor.base = None
     return compiled[(programs, 1, 1)], values, places, descriptors
+
+
+def _compile_ahead(
+    kernel: Any,
+    problem: Problem,
+    tensors: dict[str, Tensor | None],
+    prepare: Callable[[dict], tuple[int, dict[str, Any]]],
+    tile: str | dict,
+) -> None:
+    """Have a thread compile what a first launch of the same form will ask for; nothing keeps the tensors alive."""
+    if isinstance(tile, str):
+        form = _form(problem, tile)
+        if tuning.searches(*form):
+            return
+        tile = tuning.tiles(*form)[0]
+    running = _COMPILING.get(kernel)
+    if running is not None and not running.done():
+        return  # one thread at a time
+    _, arguments = _arguments(kernel, tensors, prepare, tile)
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        # All that a kernel depends on in a tensor: its type, and that its address is a multiple of 16.
+        stand_in = torch.empty(0, dtype=x.dtype, device="meta")
+        arguments[name] = stand_in if arguments[name] is x else _rebased(arguments[name], stand_in)
+
+    device = problem.device
+
+    def work() -> None:
+        with torch.cuda.device(device):
+            kernel.warmup(**arguments, grid=(1,))
+
+    _COMPILING[kernel] = _COMPILERS.submit(work)
+
+
+def _arguments(
+    kernel: Any,
+    tensors: dict[str, Tensor | None],
+    prepare: Callable[[dict], tuple[int, dict[str, Any]]],
+    tile: dict,
+) -> tuple[int, dict[str, Any]]:
+    """(number of programs, all arguments of the launch by name)."""
+    programs, arguments = prepare(tile)
+    for name, x in tensors.items():
+        strides = name.removesuffix("_ptr") + "_strides"
+        if strides in kernel.arg_names:
+            arguments.setdefault(strides, strides_of(x))
+    return programs, tensors | arguments
+
+
+def _form(problem: Problem, tile: str) -> tuple[str, int, torch.dtype, torch.device, int]:
+    """What tuning's table and its searches ask of a problem."""
+    return tile, problem.head_dim, problem.dtype, problem.device, max(problem.num_rows, problem.num_keys)
 
 
 def _rebased(descriptor: Any, x: Tensor | None) -> Any:

@@ -1,6 +1,8 @@
 """Launches that go straight to a compiled kernel: the same arguments in the same places as triton's own launch."""
 
+import contextlib
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from flashbob.kernels import common
 from flashbob.kernels import launch as launching
 from flashbob.kernels.common import Problem
-from flashbob.kernels.launch import launch
+from flashbob.kernels.launch import compiling_ahead, launch
 
 
 class Kernel:
@@ -25,6 +27,9 @@ class Kernel:
             return {(*grid, 1, 1): lambda *values: self.launches.append(values)}
 
         return first
+
+    def warmup(self, **arguments):
+        raise NotImplementedError
 
 
 @dataclasses.dataclass
@@ -118,3 +123,50 @@ def test_a_plan_keeps_no_tensor_alive(call):
     del q, k
     gc.collect()
     assert [r() for r in dead] == [None, None]
+
+
+@pytest.fixture
+def device_is_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def test_a_launch_waits_for_its_compilation_ahead(call, device_is_cpu):
+    """Which gets the launch's own arguments, but for tensors that stand in."""
+    kernel, run = call
+    go, warmed = threading.Event(), []
+
+    def warmup(**arguments):
+        assert go.wait(10)
+        warmed.append((threading.get_ident(), arguments))
+
+    kernel.warmup = warmup
+    q, k = tensors()
+    with compiling_ahead():
+        run(q, k)
+        run(q, k)  # one at a time
+    assert not kernel.compilations and not kernel.launches
+    launched = threading.Thread(target=run, args=(q, k))
+    launched.start()
+    launched.join(0.2)
+    assert launched.is_alive() and not kernel.compilations
+    go.set()
+    launched.join(10)
+    ((_, arguments),) = kernel.compilations
+    ((thread, ahead),) = warmed
+    assert thread != threading.get_ident()
+    assert ahead.pop("grid") == (1,) and ahead.keys() == arguments.keys()
+    for name in ("q_strides", "mask", "scale", "BLOCK", "num_warps"):
+        assert ahead[name] == arguments[name], name
+    assert ahead["q_ptr"].dtype == q.dtype and ahead["q_ptr"].numel() == 0
+    assert ahead["k_desc"].block == 16 and ahead["k_desc"].base.numel() == 0
+    assert arguments["k_desc"].base is None, "the launch's own descriptor, emptied for its plan"
+
+
+def test_an_error_in_a_compilation_ahead_is_left_to_the_launch(call, device_is_cpu):
+    kernel, run = call
+    with compiling_ahead():
+        run(*tensors())  # warmup raises NotImplementedError
+    run(*tensors())
+    assert len(kernel.compilations) == 1
+    run(*tensors())
+    assert len(kernel.launches) == 1
