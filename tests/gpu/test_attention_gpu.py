@@ -115,6 +115,7 @@ def cases():
         yield torch.bfloat16, length, 128, "causal", (4, 4), False
         yield torch.bfloat16, length, 128, "full", (4, 1), False
         yield torch.bfloat16, length, 128, "padding", (4, 1), False
+    yield torch.float32, 4096, 64, "causal", (4, 2), False  # sums over many tokens
     yield torch.float16, 1000, 64, "causal", (4, 4), False
     yield torch.bfloat16, 1000, 64, "causal", (4, 4), True
 
