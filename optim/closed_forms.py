@@ -99,7 +99,8 @@ def _(x):
 
 # For torch.compile: every operation stays where autograd has put it. Moved next to its first reader (the default), the second
 # half of a second derivative would leave the kernel of the first, whose inputs it shares, and read them all again.
-INDUCTOR_OPTIONS: dict[str, Any] = {"reorder_for_locality": False}
+# No column sums beside LayerNorm's row sums: PyTorch would finish them, 96 launches of 11 µs (docs/hvp.md).
+INDUCTOR_OPTIONS: dict[str, Any] = {"reorder_for_locality": False, "triton.mix_order_reduction": False}
 
 
 @functools.cache

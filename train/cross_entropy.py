@@ -11,7 +11,8 @@ of dx and dW, makes the logits again, beside their change M = U_x Wᵀ + x U_W�
     H = p ⊙ (M − Σ p M) / n        x̃ = H W + G U_W        W̃ = Hᵀ x + Gᵀ U_x
 
 which are ten products where storing the logits takes nine, made as seven: those that share W, and those of one sum, are one.
-Where one chunk takes all tokens its G is kept instead, from which p = n G + y, and these are the nine.
+Where one chunk takes all tokens its G is kept instead, and these are the nine: p = n G, and at the target exp(−the token's loss),
+since p − 1 in a narrow dtype says nothing of a small p.
 
 The Hessian is symmetric: H's outputs with ẋ and Ẇ for U_x and U_W are also the tangents of dx and dW, which is forward over
 reverse. On a CUDA device softmax, δ and H are one Triton kernel each, in place; elsewhere they are PyTorch operations. Sums are
@@ -84,14 +85,17 @@ def _(x, weight, targets, vocab_size, chunk):
     return x.new_empty((), dtype=_wide(x))
 
 
-@torch.library.custom_op("flashbob_train::loss_and_gradient", mutates_args=(), tags=_ANY_LAYOUT)
+@torch.library.custom_op("flashbob_train::loss_with_gradient", mutates_args=(), tags=_ANY_LAYOUT)
 def _loss_and_gradient(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, log Σ exp z [T], dx, dW in fp32 or fp64, G [T, V] of a single chunk; of several an empty tensor)."""
+    """(loss, [2, T] log Σ exp z and the loss of each token, dx, dW in fp32 or fp64, G [T, V] of a single chunk, else empty).
+
+    All but dx and G are fp32, or fp64 for fp64.
+    """
     share = 1.0 / (targets != IGNORED).sum().to(_wide(x))
-    lse = x.new_empty(x.shape[0], dtype=_wide(x))
-    losses = torch.empty_like(lse)
+    of_tokens = x.new_empty((2, len(x)), dtype=_wide(x))
+    lse, losses = of_tokens
     dx = torch.empty_like(x)
     dw = weight.new_empty(weight.shape, dtype=_wide(x))
     for rows in _chunks(x, chunk):
@@ -99,7 +103,7 @@ def _loss_and_gradient(
         _normalize(logits, targets[rows], share, vocab_size, lse[rows], losses[rows])  # logits are G now
         torch.mm(logits, weight, out=dx[rows])
         _sum_product(dw, logits.T, x[rows], first=rows.start == 0)
-    return losses.sum() * share, lse, dx, dw, logits if len(x) <= chunk else x.new_empty(0)
+    return losses.sum() * share, of_tokens, dx, dw, logits if len(x) <= chunk else x.new_empty(0)
 
 
 @_loss_and_gradient.register_fake
@@ -107,7 +111,7 @@ def _(x, weight, targets, vocab_size, chunk):
     wide = _wide(x)
     return (
         x.new_empty((), dtype=wide),
-        x.new_empty(x.shape[0], dtype=wide),
+        x.new_empty((2, len(x)), dtype=wide),
         torch.empty_like(x),
         weight.new_empty(weight.shape, dtype=wide),
         x.new_empty((len(x), len(weight)) if len(x) <= chunk else (0,)),
@@ -121,20 +125,21 @@ def _second_gradient(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    lse: Tensor,
+    of_tokens: Tensor,
     kept_g: Tensor,
     vocab_size: int,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """(x̃, W̃ in fp32 or fp64); one of u_x and u_w may be None, which is zero."""
     share = 1.0 / (targets != IGNORED).sum().to(_wide(x))
+    lse, losses = of_tokens
     grad_x = torch.empty_like(x)
     grad_w = weight.new_empty(weight.shape, dtype=_wide(x))
     if len(x) <= chunk:
         change = x @ u_w.T if u_x is None else u_x @ weight.T  # type: ignore[union-attr]
         if u_x is not None and u_w is not None:
             change.addmm_(x, u_w.T)
-        _differentiate_from(kept_g, change, targets, share, vocab_size)  # this is H now
+        _differentiate_from(kept_g, change, targets, losses, share, vocab_size)  # this is H now
         torch.mm(change, weight, out=grad_x)
         if u_w is not None:
             grad_x.addmm_(kept_g, u_w)
@@ -240,10 +245,10 @@ class _Loss(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
-        _, lse, dx, dw, kept_g = output
-        ctx.mark_non_differentiable(lse, dx, dw, kept_g)
+        _, of_tokens, dx, dw, kept_g = output
+        ctx.mark_non_differentiable(of_tokens, dx, dw, kept_g)
         ctx.set_materialize_grads(False)
-        saved = dx, dw, x, weight, targets, lse, kept_g
+        saved = dx, dw, x, weight, targets, of_tokens, kept_g
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
 
@@ -271,10 +276,10 @@ class _Loss(Function):
 
 def _setup_operator(ctx, inputs, output):
     x, weight, targets, ctx.vocab_size, ctx.chunk = inputs
-    _, lse, dx, dw, kept_g = output
-    ctx.mark_non_differentiable(lse, kept_g)
+    _, of_tokens, dx, dw, kept_g = output
+    ctx.mark_non_differentiable(of_tokens, kept_g)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dx, dw, x, weight, targets, lse, kept_g)
+    ctx.save_for_backward(dx, dw, x, weight, targets, of_tokens, kept_g)
 
 
 def _backward_of_operator(ctx, c, _, u_x, u_w, __):
@@ -358,17 +363,19 @@ def _differentiate(
     _write_g(change, p, targets.clamp(min=0).unsqueeze(-1), kept, share, vocab_size)
 
 
-def _differentiate_from(g: Tensor, change: Tensor, targets: Tensor, share: Tensor, vocab_size: int) -> None:
+def _differentiate_from(
+    g: Tensor, change: Tensor, targets: Tensor, losses: Tensor, share: Tensor, vocab_size: int
+) -> None:
     """The change M of logits becomes H, from their G."""
     if g.is_cuda or INTERPRETED_ON_CPU:
         _differentiate_from_kernel[(len(g),)](
-            g, change, targets, share, g.stride(0), change.stride(0), g.shape[1], vocab_size,
+            g, change, targets, losses, share, g.stride(0), change.stride(0), g.shape[1], vocab_size,
             IGNORED=IGNORED, BLOCK=_DIFFERENTIATE.block, RUN=_RUN, num_warps=_DIFFERENTIATE.num_warps,
         )  # fmt: skip
         return
     kept = targets != IGNORED
     p = g[:, :vocab_size].to(share.dtype) / share
-    p.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), kept.to(p.dtype).unsqueeze(-1))
+    p.scatter_(-1, targets.clamp(min=0).unsqueeze(-1), (-losses).exp().unsqueeze(-1))
     m = change[:, :vocab_size].to(p.dtype)
     h = p * (m - (p * m).sum(-1, keepdim=True)) * (kept * share).unsqueeze(-1)
     change.zero_()
@@ -476,6 +483,7 @@ def _differentiate_from_kernel(
     g_ptr,
     m_ptr,
     targets_ptr,
+    losses_ptr,
     share_ptr,
     g_stride,
     m_stride,
@@ -491,6 +499,7 @@ def _differentiate_from_kernel(
     m_ptr += row.to(tl.int64) * m_stride
     target = tl.load(targets_ptr + row)
     kept = target != IGNORED
+    target_p = tl.exp(-tl.load(losses_ptr + row))
     share = tl.load(share_ptr)
     number = tl.where(kept, 1.0 / share, 0.0)
     share = tl.where(kept, share, 0.0)
@@ -500,14 +509,14 @@ def _differentiate_from_kernel(
         index = start + lanes
         g = _changes(g_ptr, index, columns, vocab_size, "evict_last")
         m = _changes(m_ptr, index, columns, vocab_size, "evict_last")
-        p = g * number + tl.where(index == target, 1.0, 0.0)
+        p = tl.where(index == target, target_p, g * number)
         total += tl.sum(p * m, 1)
     mean = tl.sum(total, 0)
     for start in range(0, columns, BLOCK):
         index = start + lanes
         g = _changes(g_ptr, index, columns, vocab_size, "evict_first")
         m = _changes(m_ptr, index, columns, vocab_size, "evict_first")
-        p = g * number + tl.where(index == target, 1.0, 0.0)
+        p = tl.where(index == target, target_p, g * number)
         h = p * (m - mean) * share
         tl.store(
             m_ptr + index, h.to(m_ptr.dtype.element_ty), mask=index < columns, eviction_policy="evict_first"

@@ -153,7 +153,7 @@ _HOPPER: dict[tuple[str, int], dict] = {
     ("backward_rows", 64): _hopper_entry(64, 64, stages=3, held_operands=2, maxnreg=168),
     ("backward_rows", 128): _hopper_entry(64, 64, stages=2, held_operands=2),
     ("backward_keys", 64): _hopper_entry(64, 64, stages=3, held_operands=2, maxnreg=128),
-    ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=0, maxnreg=128),
+    ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=1, maxnreg=128),
     ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=3),
     ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1, num_warps=8),
     ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4),

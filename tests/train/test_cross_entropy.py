@@ -189,6 +189,26 @@ def test_the_kernels_in_the_interpreter(monkeypatch, dtype, chunk):
         assert (a.double() - b).norm() <= tolerance * b.norm()
 
 
+def test_a_kept_gradient_is_as_good_as_logits_made_again():
+    """In bf16, with targets of small probability: p − 1 says nothing of p there."""
+    torch.manual_seed(0)
+    vocab = 3000
+    x = torch.randn(100, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.1 * torch.randn(vocab, 64)).bfloat16().requires_grad_()
+    targets = torch.randint(vocab, (100,))
+    u = torch.randn_like(x), torch.randn_like(weight)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = lambda x, w, t: F.cross_entropy(x @ w.T, t)  # noqa: E731
+    expected = derivatives(exact, *wide, targets, *(t.double() for t in u))
+    errors = []
+    for chunk in (40, 100):
+        loss = lambda *t, chunk=chunk: linear_cross_entropy(*t, vocab, chunk)  # noqa: E731
+        got = derivatives(loss, x, weight, targets, *u)
+        errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, expected)])
+    again, kept = errors
+    assert max(again) < 1e-2 and all(b <= 1.1 * a + 1e-4 for a, b in zip(again, kept)), errors
+
+
 def models(dtype=torch.float64):
     config = dict(block_size=16, vocab_size=VOCAB, num_layers=2, num_heads=2, embed_dim=32)
     torch.manual_seed(0)
