@@ -23,9 +23,13 @@ from .common import (
     fetch,
     fetch_vectors,
     group_splits,
+    key_block,
+    keys_of_rows,
     load_padding,
     next_tile,
-    program_block,
+    row_block,
+    rows_of_keys,
+    store_sums,
     thread_barrier,
     tile_descriptor,
     tile_pointers,
@@ -76,24 +80,11 @@ def _backward_rows(
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    num_blocks = padded_rows // BLOCK_M
-    block, batch_head = program_block(num_blocks, num_heads, section)
-    if CAUSAL:
-        block = num_blocks - 1 - block  # the last rows see most keys: first
-    batch, head = batch_head // H, batch_head % H
-    kv_head = head // GROUP
+    block, batch_head, batch, head, kv_head = row_block(
+        padded_rows // BLOCK_M, num_heads, section, H, GROUP, CAUSAL
+    )
     m0 = block * BLOCK_M
-    lo = 0 * N_k
-    hi = N_k
-    full_begin = lo  # tiles that start from here on
-    full_end = N_k - BLOCK_N  # and up to here need no mask
-    if CAUSAL:
-        hi = gl.maximum(gl.minimum(m0 + BLOCK_M, N_q) + (N_k - N_q), 0)
-        full_end = gl.minimum(full_end, m0 + (N_k - N_q) + 1 - BLOCK_N)
-        if WINDOW:
-            lo = gl.maximum(m0 + (N_k - N_q) - window + 1, 0) // BLOCK_N * BLOCK_N
-            full_begin = m0 + BLOCK_M + (N_k - N_q) - window
-    hi = gl.where(m0 < N_q, hi, 0)
+    lo, hi, full_begin, full_end = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
 
     q_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
@@ -251,9 +242,8 @@ def _sum_over_rows(
     """The computing warps of `_backward_keys`."""
     k_smem, v_smem = held
     q_ring, do_ring, vectors_ring = rings
-    batch, kv_head, split, n0 = place
+    n0 = place[3]
     lo, hi, full_begin, full_end, total, N_q, N_k = bounds
-    dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride = outputs
     dtype: gl.constexpr = q_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -308,14 +298,7 @@ def _sum_over_rows(
         dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
         mbarrier.arrive(barriers.index(used), count=1)
 
-    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-    exists = (out_keys < N_k)[:, None]
-    offset = split.to(gl.int64) * split_stride
-    dk_tile = tile_pointers(dk_ptr + offset, dk_strides, batch, kv_head, out_keys, dims)
-    gl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), exists)
-    dv_tile = tile_pointers(dv_ptr + offset, dv_strides, batch, kv_head, out_keys, dims)
-    gl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), exists)
+    store_sums(dk, dv, outputs, place, scale, N_k, HEAD_DIM, BLOCK_N, SUMS)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -352,26 +335,9 @@ def _backward_keys(
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    num_blocks = gl.cdiv(N_k, BLOCK_N)
-    # As in the column pass: a "head" of the grid is a key head and MEMBERS of its group's query heads.
-    block, part = program_block(num_blocks, num_heads, section)
-    splits = GROUP // MEMBERS
-    batch_kv_head, split = part // splits, part % splits
-    kv_heads = H // GROUP
-    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
-    first_head = kv_head * GROUP + split * MEMBERS
-    n0 = block * BLOCK_N
-    lo = 0 * N_q
-    full_begin = lo
-    hi = N_q
-    full_end = N_q
-    if CAUSAL:
-        shift = N_k - N_q
-        lo = gl.maximum(n0 - shift, 0) // BLOCK_M * BLOCK_M
-        full_begin = n0 + BLOCK_N - 1 - shift  # rows from here on see all keys of the block
-        if WINDOW:
-            full_end = n0 - shift + window  # and up to here
-            hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
+    place, first_head = key_block(num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
+    batch, _, _, n0 = place
+    lo, hi, full_begin, full_end = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
     padding_row = (lo, lo)  # unused
     if PADDING:
@@ -389,7 +355,6 @@ def _backward_keys(
     descs = (q_desc, do_desc, k_desc, v_desc, vectors_desc)
     held = (k_smem, v_smem)
     rings = (q_ring, do_ring, vectors_ring)
-    place = (batch, kv_head, split, n0)
     bounds = (lo, hi, full_begin, full_end, total, N_q, N_k)
     outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride)
     gl.warp_specialize(

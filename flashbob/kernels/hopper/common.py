@@ -34,6 +34,107 @@ def program_block(num_blocks, num_heads, section):
 
 
 @gluon.jit
+def row_block(num_blocks, num_heads, section, H, GROUP, CAUSAL: gl.constexpr):
+    """(block of rows, batch · head, batch, head, key head) of this program."""
+    block, batch_head = program_block(num_blocks, num_heads, section)
+    if CAUSAL:
+        block = num_blocks - 1 - block  # the last rows see most keys: first
+    batch, head = batch_head // H, batch_head % H
+    return block, batch_head, batch, head, head // GROUP
+
+
+@gluon.jit
+def keys_of_rows(
+    m0,
+    N_q,
+    N_k,
+    window,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """(first and last key that rows from m0 on need, first and last tile start that needs no mask)."""
+    lo = 0 * N_k
+    hi = N_k
+    full_begin = lo
+    full_end = N_k - BLOCK_N
+    if CAUSAL:
+        hi = gl.maximum(gl.minimum(m0 + BLOCK_M, N_q) + (N_k - N_q), 0)
+        full_end = gl.minimum(full_end, m0 + (N_k - N_q) + 1 - BLOCK_N)
+        if WINDOW:
+            lo = gl.maximum(m0 + (N_k - N_q) - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_begin = m0 + BLOCK_M + (N_k - N_q) - window
+    hi = gl.where(m0 < N_q, hi, 0)
+    return lo, hi, full_begin, full_end
+
+
+@gluon.jit
+def key_block(num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N: gl.constexpr):
+    """((batch, key head, part, first key), the part's first query head) of this program.
+
+    A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
+    """
+    block, part = program_block(gl.cdiv(N_k, BLOCK_N), num_heads, section)
+    splits = GROUP // MEMBERS
+    batch_kv_head, split = part // splits, part % splits
+    kv_heads = H // GROUP
+    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+    return (batch, kv_head, split, block * BLOCK_N), kv_head * GROUP + split * MEMBERS
+
+
+@gluon.jit
+def rows_of_keys(
+    n0,
+    N_q,
+    N_k,
+    window,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """(first and last row that see keys from n0 on, first and last row that see all of the block)."""
+    lo = 0 * N_q
+    full_begin = lo
+    hi = N_q
+    full_end = N_q
+    if CAUSAL:
+        shift = N_k - N_q
+        lo = gl.maximum(n0 - shift, 0) // BLOCK_M * BLOCK_M
+        full_begin = n0 + BLOCK_N - 1 - shift
+        if WINDOW:
+            full_end = n0 - shift + window
+            hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
+    return lo, hi, full_begin, full_end
+
+
+@gluon.jit
+def store_sums(
+    k_sum,
+    v_sum,
+    outputs,
+    place,
+    scale,
+    N_k,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SUMS: gl.constexpr,
+):
+    """τ times the first, and the second sum, of a block of keys."""
+    grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride = outputs
+    batch, kv_head, split, n0 = place
+    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    exists = (out_keys < N_k)[:, None]
+    offset = split.to(gl.int64) * split_stride
+    grad_k = tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
+    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
+    grad_v = tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
+    gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
+
+
+@gluon.jit
 def fetch(desc, batch, head, start, barrier, buffer, pred):
     async_load(desc, [batch, head, start, 0], barrier, buffer, pred=pred)
 

@@ -33,9 +33,13 @@ from .common import (
     fetch,
     fetch_vectors,
     group_splits,
+    key_block,
+    keys_of_rows,
     load_padding,
     next_tile,
-    program_block,
+    row_block,
+    rows_of_keys,
+    store_sums,
     thread_barrier,
     tile_descriptor,
     tile_pointers,
@@ -134,9 +138,8 @@ def _sum_over_rows(
     """The computing warps of the column pass."""
     k_smem, v_smem, u_k_smem, u_v_smem = held
     q_ring, do_ring, u_q_ring, vectors_ring = rings
-    batch, kv_head, split, n0 = place
+    n0 = place[3]
     lo, hi, full_begin, full_end, total, N_q, N_k = bounds
-    grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride = outputs
     dtype: gl.constexpr = q_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16])
@@ -222,14 +225,7 @@ def _sum_over_rows(
         k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
         mbarrier.arrive(barriers.index(used), count=1)
 
-    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-    exists = (out_keys < N_k)[:, None]
-    offset = split.to(gl.int64) * split_stride
-    grad_k = tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
-    grad_v = tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
+    store_sums(k_sum, v_sum, outputs, place, scale, N_k, HEAD_DIM, BLOCK_N, SUMS)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -270,26 +266,9 @@ def _column_pass(
 ):
     dtype: gl.constexpr = q_desc.dtype
     PAIR: gl.constexpr = num_warps == 8
-    num_blocks = gl.cdiv(N_k, BLOCK_N)
-    # A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
-    block, part = program_block(num_blocks, num_heads, section)
-    splits = GROUP // MEMBERS
-    batch_kv_head, split = part // splits, part % splits
-    kv_heads = H // GROUP
-    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
-    first_head = kv_head * GROUP + split * MEMBERS
-    n0 = block * BLOCK_N
-    lo = 0 * N_q
-    full_begin = lo
-    hi = N_q
-    full_end = N_q
-    if CAUSAL:
-        shift = N_k - N_q
-        lo = gl.maximum(n0 - shift, 0) // BLOCK_M * BLOCK_M
-        full_begin = n0 + BLOCK_N - 1 - shift  # rows from here on see all keys of the block
-        if WINDOW:
-            full_end = n0 - shift + window  # and up to here
-            hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
+    place, first_head = key_block(num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
+    batch, _, _, n0 = place
+    lo, hi, full_begin, full_end = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
     padding_row = (lo, lo)  # unused
     if PADDING:
@@ -314,7 +293,6 @@ def _column_pass(
     descs = (q_desc, do_desc, u_q_desc, k_desc, v_desc, u_k_desc, u_v_desc, vectors_desc)
     held = (k_smem, v_smem, u_k_smem, u_v_smem)
     rings = (q_ring, do_ring, u_q_ring, vectors_ring)
-    place = (batch, kv_head, split, n0)
     bounds = (lo, hi, full_begin, full_end, total, N_q, N_k)
     outputs = (grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride)
     gl.warp_specialize(
@@ -460,24 +438,11 @@ def _row_pass(
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    num_blocks = padded_rows // BLOCK_M
-    block, batch_head = program_block(num_blocks, num_heads, section)
-    if CAUSAL:
-        block = num_blocks - 1 - block  # the last rows see most keys: first
-    batch, head = batch_head // H, batch_head % H
-    kv_head = head // GROUP
+    block, batch_head, batch, head, kv_head = row_block(
+        padded_rows // BLOCK_M, num_heads, section, H, GROUP, CAUSAL
+    )
     m0 = block * BLOCK_M
-    lo = 0 * N_k
-    hi = N_k
-    full_begin = lo  # tiles that start from here on
-    full_end = N_k - BLOCK_N  # and up to here need no mask
-    if CAUSAL:
-        hi = gl.maximum(gl.minimum(m0 + BLOCK_M, N_q) + (N_k - N_q), 0)
-        full_end = gl.minimum(full_end, m0 + (N_k - N_q) + 1 - BLOCK_N)
-        if WINDOW:
-            lo = gl.maximum(m0 + (N_k - N_q) - window + 1, 0) // BLOCK_N * BLOCK_N
-            full_begin = m0 + BLOCK_M + (N_k - N_q) - window
-    hi = gl.where(m0 < N_q, hi, 0)
+    lo, hi, full_begin, full_end = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
 
     q_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
