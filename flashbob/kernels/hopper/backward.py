@@ -9,7 +9,6 @@ Its products run while it works on the scores of the tile: the next tile's S in 
 # pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,10 +18,10 @@ from ..common import DO_NOT_SPECIALIZE, Problem
 from ..launch import launch
 from .common import (
     LOG2E,
+    KeySums,
     common_arguments,
     fetch,
     fetch_vectors,
-    group_splits,
     key_block,
     keys_of_rows,
     load_padding,
@@ -405,34 +404,22 @@ def backward_keys(
     problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: Tensor, *, tile: dict
 ) -> tuple[Tensor, Tensor]:
     """(dK like k, dV like v), with `backward_rows`' row vectors."""
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    num_heads = problem.batch * problem.kv_heads
-    group = problem.heads // problem.kv_heads
-    num_blocks = triton.cdiv(problem.num_keys, block_n)
-    splits = group_splits(num_blocks * num_heads, group, problem.device)
-    sums_k, sums_v, split_stride = dk, dv, 0
-    if splits > 1:
-        sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
-        split_stride = sums_k.stride(0)
+    sums = KeySums(problem, k, v, block_n)
+    sums_k, sums_v = sums.written
     tensors = {
         "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "vectors_desc": vectors, "dk_ptr": sums_k, "dv_ptr": sums_v,
         "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
-        streamed = 2 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
-        return num_blocks * num_heads * splits, common_arguments(problem) | tile | {
+        streamed = 2 * problem.head_dim * q.element_size()
+        return sums.programs, common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vectors_desc": vectors_descriptor(vectors, block_m),
-            "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:], "split_stride": split_stride,
-            "MEMBERS": group // splits,
-            "num_heads": num_heads * splits, "section": problem.section(streamed, num_heads * splits),
+            "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:],
         }  # fmt: skip
 
     launch(_backward_keys, problem, tensors, prepare, tile)
-    if splits > 1:
-        dk.copy_(sums_k.sum(0))
-        dv.copy_(sums_v.sum(0))
-    return dk, dv
+    return sums.finish()

@@ -9,6 +9,7 @@ Runs with Gluon of triton 3.6; compiled for sm_90 with that of 3.9 too.
 import functools
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -158,18 +159,54 @@ def next_tile(start, head, first, end, BLOCK: gl.constexpr):
     return gl.where(wrap, first, start), gl.where(wrap, head + 1, head)
 
 
-def group_splits(programs: int, group: int, device: torch.device) -> int:
-    """Parts of a group of query heads, each summed by programs of its own: enough to fill the GPU twice, where there are
-    few key heads. The parts are added up in a fixed order, so that results stay the same on every run."""
-    enough = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-    return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
-
-
 @gluon.jit
 def tile_pointers(pointer, strides, batch, head, rows, dims):
     """Pointers to [rows, dims] of one head, in 64 bits."""
     pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
     return pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3]
+
+
+class KeySums:
+    """Where programs of key blocks write two sums over rows, like k and v.
+
+    Where there are few key heads a group's query heads are shared out over programs, enough to fill the GPU twice; their
+    parts are fp32 and added up in a fixed order, so that results stay the same on every run.
+    """
+
+    def __init__(self, problem: Problem, k: Tensor, v: Tensor, block_n: int) -> None:
+        group, heads = problem.heads // problem.kv_heads, problem.batch * problem.kv_heads
+        blocks = triton.cdiv(problem.num_keys, block_n)
+        splits = number_of_parts(blocks * heads, group, problem.device)
+        self.results = torch.empty_like(k), torch.empty_like(v)
+        self.members = group // splits  # query heads of a part
+        self.num_heads = heads * splits  # of the grid
+        self.programs = blocks * self.num_heads
+        self.written: tuple[Tensor, Tensor] = self.results
+        self.split_stride = 0
+        if splits > 1:
+            k_parts, v_parts = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
+            self.written, self.split_stride = (k_parts, v_parts), k_parts.stride(0)
+
+    def arguments(self, problem: Problem, streamed: int) -> dict:
+        """Arguments of the launch; `streamed` are the bytes of a row of a head that its programs stream."""
+        section = problem.section(streamed * self.members * problem.num_rows, self.num_heads)
+        return {
+            "split_stride": self.split_stride,
+            "MEMBERS": self.members,
+            "num_heads": self.num_heads,
+            "section": section,
+        }
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        if self.written is not self.results:
+            for result, parts in zip(self.results, self.written):
+                result.copy_(parts.sum(0))
+        return self.results
+
+
+def number_of_parts(programs: int, group: int, device: torch.device) -> int:
+    enough = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
 
 
 def common_arguments(problem: Problem) -> dict:

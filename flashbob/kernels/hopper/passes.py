@@ -14,7 +14,6 @@ scores of half of the streamed tile and the sums of half of the columns, and the
 # pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,10 +28,10 @@ from ..common import DO_NOT_SPECIALIZE, Problem
 from ..launch import launch
 from .common import (
     LOG2E,
+    KeySums,
     common_arguments,
     fetch,
     fetch_vectors,
-    group_splits,
     key_block,
     keys_of_rows,
     load_padding,
@@ -326,41 +325,29 @@ def column_pass(
     tile: dict,
 ) -> tuple[Tensor, Tensor]:
     """As `column_pass.column_pass`, of a call that `able` takes."""
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    num_heads = problem.batch * problem.kv_heads
-    group = problem.heads // problem.kv_heads
-    num_blocks = triton.cdiv(problem.num_keys, block_n)
-    splits = group_splits(num_blocks * num_heads, group, problem.device)
-    sums_k, sums_v, split_stride = grad_k, grad_v, 0
-    if splits > 1:
-        sums_k, sums_v = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
-        split_stride = sums_k.stride(0)
+    sums = KeySums(problem, k, v, block_n)
+    sums_k, sums_v = sums.written
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
         "vectors_desc": vectors, "grad_k_ptr": sums_k, "grad_v_ptr": sums_v, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
-        streamed = 3 * group // splits * problem.num_rows * problem.head_dim * q.element_size()
         descriptors = {
             f"{name}_desc": tile_descriptor(x, block_m) for name, x in (("q", q), ("do", do), ("u_q", u_q))
         }
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
-        return num_blocks * num_heads * splits, descriptors | common_arguments(problem) | tile | {
+        streamed = 3 * problem.head_dim * q.element_size()
+        return sums.programs, descriptors | common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "vectors_desc": vectors_descriptor(vectors, block_m),
-            "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:], "split_stride": split_stride,
-            "MEMBERS": group // splits,
-            "num_heads": num_heads * splits, "section": problem.section(streamed, num_heads * splits),
+            "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:],
             "maxnreg": _share_of_registers(tile["num_warps"]),
         }  # fmt: skip
 
     launch(_column_pass, problem, tensors, prepare, tile)
-    if splits > 1:
-        grad_k.copy_(sums_k.sum(0))
-        grad_v.copy_(sums_v.sum(0))
-    return grad_k, grad_v
+    return sums.finish()
 
 
 def _share_of_registers(num_warps: int) -> int:
