@@ -1,20 +1,24 @@
 """Several trainings, one after the other, by one set of ranks: `torchrun … -m tests.train.jobs JOBS.json`.
 
-JOBS.json is a list of {"name": …, "overrides": […], "faults": […]}. Each job writes its run directory, `name`, and beside
-it what every rank has measured, `name.RANK.json`. A fault, {"kind": …, "rank": …, "step": …, "life": …}, befalls a rank
-after a step, in a life of its that torchrun counts from 0: "kill" and "raise" end it; anything else names what it changes
-by one ulp.
+JOBS.json is a list of {"name": …, "overrides": […], "faults": […], "replayed": …}. Each job writes its run directory, `name`,
+and beside it what every rank has measured, `name.RANK.json`. A fault, {"kind": …, "rank": …, "step": …, "life": …}, befalls a
+rank after a step, in a life of its that torchrun counts from 0: "kill" and "raise" end it; anything else names what it changes
+by one ulp. A job that is replayed takes its ordinary steps as with CUDA graphs, on a CPU.
 """
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from tests.train.launch import build_trainer
 from train import distributed
@@ -24,7 +28,8 @@ from train.trainer import Trainer, TrainingStopped
 
 def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        trainer = build_trainer(*job["overrides"], f"run.dir={job['name']}")
+        with as_replayed() if job["replayed"] else nullcontext():
+            trainer = build_trainer(*job["overrides"], f"run.dir={job['name']}")
         for fault in job["faults"]:
             befall(trainer, **fault)
         measured: dict[str, Any] = {"stopped": ""}
@@ -44,6 +49,32 @@ def main() -> None:
         measured["gradient_storages"] = len({g.untyped_storage().data_ptr() for g in gradients})
         Path(f"{job['name']}.{trainer.world.rank}.json").write_text(json.dumps(measured))
     distributed.shutdown()
+
+
+@contextmanager
+def as_replayed() -> Iterator[None]:
+    """Within the block, trainers are built for CUDA graphs of ordinary steps, and run without them what these would replay."""
+    with (
+        mock.patch.object(Trainer, "_replays_gradients", lambda self: True),
+        mock.patch("train.trainer.GradientGraph", Unreplayed),
+    ):
+        yield
+
+
+class Unreplayed:
+    """A GradientGraph that replays nothing, and checks what a replay would need: gradients that stay where they are."""
+
+    def __init__(self, add_gradient: Callable[..., Tensor], params: Sequence[Tensor]) -> None:
+        self.add_gradient = add_gradient
+        self.params = params
+        self.gradients: list[int] = []
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        loss = self.add_gradient(*batch)
+        gradients = [p.grad.data_ptr() for p in self.params if p.grad is not None]
+        assert gradients == (self.gradients or gradients)
+        self.gradients = gradients
+        return loss
 
 
 def befall(trainer: Trainer, kind: str, rank: int, step: int, life: int = 0) -> None:

@@ -40,8 +40,8 @@ APART = {
 }
 
 
-def job(name: str, *overrides: str, faults: tuple[dict, ...] = ()) -> dict:
-    return {"name": name, "overrides": [*SETTING, *overrides], "faults": faults}
+def job(name: str, *overrides: str, faults: tuple[dict, ...] = (), replayed: bool = False) -> dict:
+    return {"name": name, "overrides": [*SETTING, *overrides], "faults": faults, "replayed": replayed}
 
 
 def run(jobs: list[dict], folder: Path, processes: int, *options: str, expect: int = 0) -> str:
@@ -71,6 +71,8 @@ def worlds(tmp_path_factory):
         jobs = [job(name, *arm(name), *compared) for name in ARMS]
         jobs += [job(f"{name}-fp32", *arm(name), *FP32) for name in ARMS]
         jobs.append(job("mixed", *arm("sophia-flashbob"), *MIXED, *compared))
+        jobs.append(job("adamw-replayed", *arm("adamw"), *compared, replayed=True))
+        jobs.append(job("mixed-replayed", *arm("sophia-flashbob"), *MIXED, *compared, replayed=True))
         if size > 1:
             jobs.append(job("mixed-zero1", *arm("sophia-flashbob"), *MIXED, "train.shard=zero1", *compared))
             jobs += [
@@ -114,6 +116,15 @@ def test_ranks_begin_as_one_process_in_fp32(name, size, worlds):
     assert len(one) == 5
     assert several[0] == pytest.approx(one[0], rel=1e-6)
     assert several == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("name", ["adamw", "mixed"])
+def test_steps_for_cuda_graphs_are_those_without(name, size, worlds):
+    """Gradients stay in place and are averaged at the end of the step, not while the last backward pass runs."""
+    for key in ("train/loss", "val/loss", "train/grad_norm", "hessian/norm"):
+        expected = series(worlds[1] / name, key)
+        assert series(worlds[size] / f"{name}-replayed", key) == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize("size", WORLDS[1:])
