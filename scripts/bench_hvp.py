@@ -4,7 +4,8 @@
 
 One command, one GPU, one run. Modes: the gradient (eager or compiled, with PyTorch's attention or FlashBoB's), and
 (loss, gradient, H z) in one pass (math attention eager, FlashBoB eager, FlashBoB compiled; reverse over reverse, or forward over
-reverse). `ratio_to_gradient` is the time over that of the compiled SDPA gradient at the same shape. Writes --out after every row.
+reverse). `ratio_to_gradient` is the time over that of the compiled SDPA gradient at the same shape. Writes --out after every row,
+and a picture beside it at the end.
 
 Without a GPU, or with --device cpu, the passes are timed on the CPU. Peak memory is then the process's largest resident set,
 compilation included, so that each mode needs a process of its own:
@@ -202,6 +203,48 @@ def ledger(run: Callable[[], Any]) -> dict[str, float]:
     return groups | {"gaps": span - sum(groups.values()), "kernels": len(events)}
 
 
+def plot(rows: list[dict], path: Path) -> None:
+    """A panel for each shape: each mode's time by group of kernels, with its peak memory beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    shapes: dict[tuple[int, int], dict[str, dict]] = {}
+    for row in rows:
+        shapes.setdefault((row["B"], row["N"]), {}).setdefault(row["mode"], row)
+    groups = [*GROUPS, "other", "gaps"]
+    colors = dict(zip(groups, plt.get_cmap("tab10").colors))  # pyright: ignore[reportAttributeAccessIssue]
+    heights = [len(modes) + 1 for modes in shapes.values()]
+    figure, axes = plt.subplots(
+        len(shapes), 1, squeeze=False, figsize=(10, 0.42 * sum(heights) + 1.2), height_ratios=heights
+    )
+    for ax, ((batch, length), modes) in zip(axes[:, 0], shapes.items()):
+        for place, row in enumerate(modes.values()):
+            parts = {g: row["ledger_ms"].get(g, 0.0) for g in groups}
+            scale, left = row["ms"] / (sum(parts.values()) or 1.0), 0.0
+            if not any(parts.values()):
+                ax.barh(place, row["ms"], color="lightgray")
+            for group, part in parts.items():
+                ax.barh(place, part * scale, left=left, color=colors[group])
+                left += part * scale
+            ratio = row["ratio_to_gradient"]
+            label = f"{row['ms']:,.1f} ms" + (f", {ratio:.2f} ×" if ratio else "")
+            ax.text(row["ms"], place, f" {label}, {row['peak_gib']:.1f} GiB", va="center", fontsize=8)
+        ax.set_yticks(range(len(modes)), list(modes), fontsize=8)
+        ax.invert_yaxis()
+        ax.set_xlim(0, 1.4 * max(row["ms"] for row in modes.values()))
+        ax.set_title(f"B={batch}, N={length:,}", fontsize=9, loc="left")
+        ax.spines[["top", "right"]].set_visible(False)
+    first = rows[0]
+    figure.suptitle(f"{first['model']}, milliseconds of a pass on {first['gpu']}", fontsize=10)
+    handles = [Patch(color=colors[g]) for g in groups]
+    figure.legend(handles, groups, ncols=3, fontsize=8, loc="lower center", frameon=False)
+    figure.tight_layout(rect=(0, 0.9 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -217,7 +260,11 @@ def main() -> None:
     parser.add_argument(
         "--wait-for", type=Path, help="compile everything, then wait for this file before timing"
     )
+    parser.add_argument("--plot-only", action="store_true", help="draw the picture from --out again")
     arguments = parser.parse_args()
+    if arguments.plot_only:
+        plot(json.loads(arguments.out.read_text()), arguments.out.with_suffix(".png"))
+        return
     console = Console(width=140)
     rows = []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -261,6 +308,7 @@ def main() -> None:
             console.print(
                 "    " + "  ".join(f"{name} {value:.1f}" for name, value in row["ledger_ms"].items())
             )
+    plot(rows, arguments.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
