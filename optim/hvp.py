@@ -150,7 +150,7 @@ class HessianVectorProduct:
         """Vectors for the caller to fill, each like its parameter, for a call with a batch like this one.
 
         With a CUDA graph for this batch (of the same autocast and backend) they are the tensors that it reads: the same at every
-        call, in memory like the vectors of its first. Otherwise they are new and contiguous.
+        call, in memory like the vectors of its first; give them back in this order. Otherwise they are new and contiguous.
         """
         graph = self._graphs.get(self._key(batch)) if self.compile else None
         if isinstance(graph, _Replay):

@@ -54,7 +54,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size:
     """Mean cross-entropy of x weightᵀ, like `F.cross_entropy((x @ weight.T)[:, :vocab_size].float(), targets)`.
 
     Args:
-        x: [T, D], floating point; under `torch.autocast` the products are in its dtype, as a linear layer's.
+        x: [T, D], bf16, fp32 or fp64; under `torch.autocast` the products are in its dtype, as a linear layer's. fp16 is
+            refused: it has no room for p / n.
         weight: [V, D] with V ≥ vocab_size; the rows beyond (padding) take no part.
         targets: int64 [T], in [0, vocab_size) or -100, which is left out of the mean.
         chunk: tokens at a time. From T on, [T, V] numbers are kept for the second derivative, which is then faster.
@@ -65,6 +66,12 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_size:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
+    if x.dtype == torch.float16:
+        raise ValueError(
+            "the chunked cross-entropy takes bfloat16, float32 or float64, got float16, whose smallest number is larger than "
+            "a probability over the number of tokens; set model.loss_chunk=null"
+        )
+    targets = targets.contiguous()
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return _loss(x, weight, targets, vocab_size, chunk)
     if torch.compiler.is_compiling():
@@ -111,10 +118,10 @@ def _(x, weight, targets, vocab_size, chunk):
     wide = _wide(x)
     return (
         x.new_empty((), dtype=wide),
-        x.new_empty((2, len(x)), dtype=wide),
+        x.new_empty((2, x.shape[0]), dtype=wide),
         torch.empty_like(x),
         weight.new_empty(weight.shape, dtype=wide),
-        x.new_empty((len(x), len(weight)) if len(x) <= chunk else (0,)),
+        x.new_empty((x.shape[0], weight.shape[0]) if x.shape[0] <= chunk else (0,)),
     )
 
 

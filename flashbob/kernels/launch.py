@@ -36,6 +36,11 @@ def compiling_ahead() -> Iterator[None]:
         _THREAD.compiles_ahead = False
 
 
+def compiles_ahead() -> bool:
+    """Whether this thread is within such a block."""
+    return getattr(_THREAD, "compiles_ahead", False)
+
+
 def launch(
     kernel: Any,
     problem: Problem,
@@ -56,7 +61,7 @@ def launch(
 
     Raises RuntimeError when no tile fits the device.
     """
-    if getattr(_THREAD, "compiles_ahead", False):
+    if compiles_ahead():
         _compile_ahead(kernel, problem, tensors, prepare, tile)
         return
     described = [None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in tensors.values()]
@@ -83,8 +88,9 @@ def _first_launch(
     tile: str | dict,
 ) -> tuple | None:
     names = kernel.arg_names
-    if kernel in _COMPILING:
-        wait([_COMPILING.pop(kernel)])  # if it failed, so will this launch, and say why
+    compiling = _COMPILING.pop(kernel, None)
+    if compiling is not None:
+        wait([compiling])  # if it failed, so will this launch, and say why
 
     def run(chosen: dict) -> tuple[Any, int, dict]:
         programs, arguments = _arguments(kernel, tensors, prepare, chosen)

@@ -54,7 +54,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_the_device(arm, tmp_path):
 
 @pytest.mark.parametrize("arm", [ADAMW, SOPHIA])
 def test_replayed_steps_are_the_steps_without_a_graph(arm, tmp_path):
-    """Of a graph, and of what a graph depends on when it moves: gradients, and another shape of batch."""
+    """Of a graph, and where gradients, which it depends on, move."""
     losses = {}
     for graph in ("false", "true"):
         trainer = build_trainer(

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import Problem
+from ..launch import compiles_ahead
 
 # Their names in triton 3.9, and in 3.6.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -198,7 +199,7 @@ class KeySums:
         }
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        if self.written is not self.results:
+        if self.written is not self.results and not compiles_ahead():
             for result, parts in zip(self.results, self.written):
                 result.copy_(parts.sum(0))
         return self.results
