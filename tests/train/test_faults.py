@@ -29,7 +29,7 @@ from tests.train.launch import (
 from train.checkpoint import list_checkpoints, load
 from train.wandb_log import read_offline
 
-KILLS = int(os.environ.get("KILLS", 8))  # 20 have been tried
+KILLS = int(os.environ.get("KILLS", 5))  # 20 have been tried
 STEPS_BETWEEN = 15  # at most
 
 
