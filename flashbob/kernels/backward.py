@@ -377,7 +377,7 @@ def backward(
     forced = FORCED.keys() & {"backward_rows", "backward_keys"}
     long = max(problem.num_rows, problem.num_keys) > HOPPER_BEYOND
     own = hopper(q.device) if long and not forced else None
-    if own is not None and own.able(problem, (q, k, v, do)):
+    if own is not None and own.able(problem, (q, k, v, do, o)):
         dq, vectors = own.backward_rows(
             problem, do, q, k, v, o, lse, tile=hopper_tile("backward_rows", problem.head_dim)
         )

@@ -67,6 +67,7 @@ def launch(
     described = [None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in tensors.values()]
     key = (kernel, problem.key, *described, tile if isinstance(tile, str) else tuple(tile.values()), variant)
     plan = _PLANS.get(key)
+    _make_context_current(problem.device)
     with torch.cuda.device_of(next(iter(tensors.values()))):
         if plan is None:
             plan = _first_launch(kernel, problem, tensors, prepare, tile)
@@ -78,6 +79,14 @@ def launch(
         for i, x, descriptor in zip(places, tensors.values(), descriptors):
             values[i] = x if descriptor is None else _rebased(descriptor, x)
         run(*values)
+
+
+def _make_context_current(device: torch.device) -> None:
+    """TMA descriptors are encoded through the driver, which wants the context that a thread's first call of the CUDA runtime makes
+    current; autograd's threads may come here before any."""
+    if device.type == "cuda" and not getattr(_THREAD, "has_context", False):
+        torch.cuda.mem_get_info()
+        _THREAD.has_context = True
 
 
 def _first_launch(
@@ -153,7 +162,7 @@ def _compile_ahead(
 
     def work() -> None:
         with torch.cuda.device(device):
-            kernel.warmup(**arguments, grid=(1,))
+            kernel.warmup(**arguments, grid=(1,)).run  # noqa: B018  loads it, and has a C compiler make its launcher
 
     _COMPILING[kernel] = _COMPILERS.submit(work)
 

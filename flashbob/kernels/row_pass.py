@@ -350,7 +350,7 @@ def row_pass(
     Without `dq` the paper's form runs, which computes R in its place.
     """
     own = None if "row_pass" in FORCED else hopper(q.device)
-    if own is not None and own.able(problem, (q, k, v, do, dq, u_q, u_k, u_v)):
+    if own is not None and own.able(problem, (q, k, v, do, o, dq, u_q, u_k, u_v)):
         tile = hopper_tile("row_pass", problem.head_dim)
         return own.row_pass(problem, u_q, u_k, u_v, do, q, k, v, o, lse, dq, tile=tile)
     grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)

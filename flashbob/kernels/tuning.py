@@ -135,26 +135,23 @@ _FALLBACK = {
 }
 
 
-def _hopper_entry(
-    block_m: int, block_n: int, *, stages: int, held_operands: int, num_warps: int = 4, **more: int
-) -> dict:
+def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int, num_warps: int = 4) -> dict:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "STAGES": stages,
         "HELD_OPERANDS": held_operands,
         "num_warps": num_warps,
-        **more,
     }
 
 
 # The Gluon kernels in hopper/, by pass and head dimension, for bf16 and fp16; measured on an H200. No search changes them.
 _HOPPER: dict[tuple[str, int], dict] = {
-    ("backward_rows", 64): _hopper_entry(64, 64, stages=3, held_operands=2, maxnreg=168),
+    ("backward_rows", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_rows", 128): _hopper_entry(64, 64, stages=2, held_operands=2),
-    ("backward_keys", 64): _hopper_entry(64, 64, stages=3, held_operands=2, maxnreg=128),
-    ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=1, maxnreg=128),
-    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=3),
+    ("backward_keys", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
+    ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=1),
+    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=2),
     ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1, num_warps=8),
     ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4),
     ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2, num_warps=8),

@@ -7,12 +7,14 @@ FULL=1 python -m pytest tests/gpu     every combination
 import itertools
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import flashbob
 from flashbob import sdpa_bob
+from flashbob.backends import triton
 from flashbob.masking import dropout_keep_mask
 from tests.oracle import NAMES, make_inputs, second_order
 
@@ -139,6 +141,24 @@ def test_one_key_head_for_many_query_heads():
     """Few key heads: a group's query heads are shared out over programs, and their sums added up."""
     check(torch.bfloat16, (8, 1), (1000, 1000), 64, "causal", batch=1)
     check(torch.bfloat16, (8, 1), (1000, 1000), 128, "window", batch=1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("feature", ["causal", "window"])
+def test_many_blocks_for_each_program(head_dim, feature):
+    """Of ragged sequences, in heads that share keys: the Hopper kernels' programs go from block to block."""
+    check(torch.bfloat16, (12, 6), (530, 530), head_dim, feature, batch=16)
+
+
+def test_a_thread_that_has_not_used_the_device():
+    """Like autograd's: TMA descriptors need the device's context, which nothing has made current there."""
+    q, k, v, do = torch.randn(4, 2, 4, 600, 64, device=DEVICE, dtype=torch.bfloat16)
+    options = {"scale": 0.125, "is_causal": True}
+    o, lse = triton.forward(q, k, v, **options)
+    expected = triton.backward(do, q, k, v, o, lse, **options)  # compiled and loaded here
+    with ThreadPoolExecutor(1) as other:
+        got = other.submit(triton.backward, do, q, k, v, o, lse, **options).result()
+    assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 256])

@@ -133,11 +133,17 @@ def device_is_cpu(monkeypatch):
 def test_a_launch_waits_for_its_compilation_ahead(call, device_is_cpu):
     """Which gets the launch's own arguments, but for tensors that stand in."""
     kernel, run = call
-    go, warmed = threading.Event(), []
+    go, warmed, loaded = threading.Event(), [], []
+
+    class Compiled:
+        @property
+        def run(self):  # of Triton's: loads the kernel, and compiles its launcher
+            loaded.append(threading.get_ident())
 
     def warmup(**arguments):
         assert go.wait(10)
         warmed.append((threading.get_ident(), arguments))
+        return Compiled()
 
     kernel.warmup = warmup
     q, k = tensors()
@@ -153,7 +159,7 @@ def test_a_launch_waits_for_its_compilation_ahead(call, device_is_cpu):
     launched.join(10)
     ((_, arguments),) = kernel.compilations
     ((thread, ahead),) = warmed
-    assert thread != threading.get_ident()
+    assert loaded == [thread] and thread != threading.get_ident()
     assert ahead.pop("grid") == (1,) and ahead.keys() == arguments.keys()
     for name in ("q_strides", "mask", "scale", "BLOCK", "num_warps"):
         assert ahead[name] == arguments[name], name

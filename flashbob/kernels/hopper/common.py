@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import Problem
@@ -23,22 +23,41 @@ from ..launch import compiles_ahead
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
+COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what it leaves
 
 
 @gluon.jit
-def program_block(num_blocks, num_heads, section):
-    """`common.program_block`."""
-    pid = gl.program_id(0)
-    first = pid // (section * num_blocks) * section
+def number_of_rounds(num_items):
+    """How many of the items this program works on. Items are dealt out forwards and backwards in turn: they are ordered
+    by work, so that every program gets as much of it."""
+    programs = gl.num_programs(0)
+    rounds = num_items // programs
+    return rounds + gl.where(_place(rounds) < num_items - rounds * programs, 1, 0)
+
+
+@gluon.jit
+def item_of_round(r):
+    return r * gl.num_programs(0) + _place(r)
+
+
+@gluon.jit
+def _place(r):
+    return gl.where(r % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def item_block(item, num_blocks, num_heads, section):
+    """(block, head) of an item: `common.program_block`."""
+    first = item // (section * num_blocks) * section
     size = gl.minimum(section, num_heads - first)
-    rest = pid - first * num_blocks
+    rest = item - first * num_blocks
     return rest // size, first + rest % size
 
 
 @gluon.jit
-def row_block(num_blocks, num_heads, section, H, GROUP, CAUSAL: gl.constexpr):
-    """(block of rows, batch · head, batch, head, key head) of this program."""
-    block, batch_head = program_block(num_blocks, num_heads, section)
+def row_block(item, num_blocks, num_heads, section, H, GROUP, CAUSAL: gl.constexpr):
+    """(block of rows, batch · head, batch, head, key head) of an item."""
+    block, batch_head = item_block(item, num_blocks, num_heads, section)
     if CAUSAL:
         block = num_blocks - 1 - block  # the last rows see most keys: first
     batch, head = batch_head // H, batch_head % H
@@ -72,12 +91,12 @@ def keys_of_rows(
 
 
 @gluon.jit
-def key_block(num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N: gl.constexpr):
-    """((batch, key head, part, first key), the part's first query head) of this program.
+def key_block(item, num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N: gl.constexpr):
+    """((batch, key head, part, first key), the part's first query head) of an item.
 
     A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
     """
-    block, part = program_block(gl.cdiv(N_k, BLOCK_N), num_heads, section)
+    block, part = item_block(item, gl.cdiv(N_k, BLOCK_N), num_heads, section)
     splits = GROUP // MEMBERS
     batch_kv_head, split = part // splits, part % splits
     kv_heads = H // GROUP
@@ -137,13 +156,118 @@ def store_sums(
 
 
 @gluon.jit
-def fetch(desc, batch, head, start, barrier, buffer, pred):
-    async_load(desc, [batch, head, start, 0], barrier, buffer, pred=pred)
+def fetch(desc, batch, head, start, barrier, buffer):
+    async_load(desc, [batch, head, start, 0], barrier, buffer)
 
 
 @gluon.jit
-def fetch_vectors(desc, batch_head, start, barrier, buffer, pred):
-    async_load(desc, [0, batch_head, start], barrier, buffer, pred=pred)
+def stream_keys(
+    held_descs,
+    held,
+    late_desc,
+    descs,
+    rings,
+    barriers,
+    work,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD_STAGES: gl.constexpr,
+    LATE: gl.constexpr,
+):
+    """The copying warp of programs that hold blocks of rows: `held` once an item, then the tiles of its keys.
+
+    Barrier i says that tile i has come, STAGES + i that it is used up; then, for each of HELD_STAGES, that the rows have come,
+    and that they are used up. With LATE two more: that the rows of `late_desc` have come, in the place of the first of `held`,
+    and that these have been read.
+    """
+    num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
+    ROWS_BYTES: gl.constexpr = BLOCK_M * HEAD_DIM * 2
+    HELD: gl.constexpr = 2 * STAGES
+    slot, phase = 0 * N_q, 0 * N_q + 1  # the phase before a barrier's first counts as complete
+    for r in range(number_of_rounds(num_blocks * num_heads)):
+        block, _, batch, head, kv_head = row_block(
+            item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL
+        )
+        m0 = block * BLOCK_M
+        lo, hi, _, _ = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        held_stage = r % HELD_STAGES
+        have = barriers.index(HELD + held_stage)
+        mbarrier.wait(barriers.index(HELD + HELD_STAGES + held_stage), (r // HELD_STAGES & 1) ^ 1)
+        mbarrier.expect(have, len(held) * ROWS_BYTES)
+        for i in gl.static_range(len(held)):
+            fetch(held_descs[i], batch, head, m0, have, held[i].index(held_stage))
+        for n0 in range(lo, hi, BLOCK_N):
+            mbarrier.wait(barriers.index(STAGES + slot), phase)
+            here = barriers.index(slot)
+            mbarrier.expect(here, len(rings) * BLOCK_N * HEAD_DIM * 2)
+            for i in gl.static_range(len(rings)):
+                fetch(descs[i], batch, kv_head, n0, here, rings[i].index(slot))
+            phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        if LATE:
+            late = barriers.index(HELD + 2 * HELD_STAGES)
+            mbarrier.wait(barriers.index(HELD + 2 * HELD_STAGES + 1), r & 1)
+            mbarrier.expect(late, ROWS_BYTES)
+            fetch(late_desc, batch, head, m0, late, held[0].index(held_stage))
+
+
+@gluon.jit
+def stream_rows(
+    held_descs,
+    held,
+    descs,
+    rings,
+    vectors_desc,
+    vectors_ring,
+    barriers,
+    work,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The copying warp of programs that hold blocks of keys: `held` once an item, then the tiles of its rows.
+
+    Barriers as in `stream_keys`, with one stage of `held`.
+    """
+    num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
+    TILE_BYTES: gl.constexpr = len(rings) * BLOCK_M * HEAD_DIM * 2 + vectors_ring.shape[1] * BLOCK_M * 4
+    have, used = barriers.index(2 * STAGES), barriers.index(2 * STAGES + 1)
+    slot, phase = 0 * N_q, 0 * N_q + 1
+    for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
+        place, head = key_block(item_of_round(r), num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
+        batch, kv_head, _, n0 = place
+        lo, hi, _, _ = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        mbarrier.wait(used, (r & 1) ^ 1)
+        mbarrier.expect(have, len(held) * BLOCK_N * HEAD_DIM * 2)
+        for i in gl.static_range(len(held)):
+            fetch(held_descs[i], batch, kv_head, n0, have, held[i])
+        m0 = lo
+        for _ in range(gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS):
+            mbarrier.wait(barriers.index(STAGES + slot), phase)
+            here = barriers.index(slot)
+            mbarrier.expect(here, TILE_BYTES)
+            for i in gl.static_range(len(rings)):
+                fetch(descs[i], batch, head, m0, here, rings[i].index(slot))
+            async_load(vectors_desc, [0, batch * H + head, m0], here, vectors_ring.index(slot))
+            m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
+            phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
+def load_lse(lse_ptr, r, rounds, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """L of a round's rows; +inf beyond the last row: P is 0 there."""
+    num_blocks, num_heads, section, H, GROUP, N_q, _, _ = work
+    block, batch_head, _, _, _ = row_block(item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL)
+    rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)
+    return gl.load(lse_ptr + batch_head.to(gl.int64) * N_q + rows, (rows < N_q) & (r < rounds), float("inf"))
 
 
 @gluon.jit
@@ -181,7 +305,7 @@ class KeySums:
         self.results = torch.empty_like(k), torch.empty_like(v)
         self.members = group // splits  # query heads of a part
         self.num_heads = heads * splits  # of the grid
-        self.programs = blocks * self.num_heads
+        self.items = blocks * self.num_heads
         self.written: tuple[Tensor, Tensor] = self.results
         self.split_stride = 0
         if splits > 1:
@@ -208,6 +332,18 @@ class KeySums:
 def number_of_parts(programs: int, group: int, device: torch.device) -> int:
     enough = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
+
+
+def resident_programs(problem: Problem, items: int, num_warps: int) -> int:
+    """As many programs as run at once: two of four computing warps on a multiprocessor, or one of eight."""
+    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    return min(items, multiprocessors * 8 // num_warps)
+
+
+def share_of_registers(num_warps: int) -> int:
+    """Registers a thread when the kernel starts, with the four warps among which the copying one is: for as many programs on a
+    multiprocessor as `resident_programs` counts. The copying warp then hands most of its share over."""
+    return 128 if num_warps == 4 else 168
 
 
 def common_arguments(problem: Problem) -> dict:
