@@ -82,8 +82,8 @@ def launch(
 
 
 def _make_context_current(device: torch.device) -> None:
-    """TMA descriptors are encoded through the driver, which wants the context that a thread's first call of the CUDA runtime makes
-    current; autograd's threads may come here before any."""
+    """TMA descriptors are encoded by the driver, in the context that a thread's first call of the CUDA runtime makes current;
+    autograd's threads may come here before any."""
     if device.type == "cuda" and not getattr(_THREAD, "has_context", False):
         torch.cuda.mem_get_info()
         _THREAD.has_context = True
