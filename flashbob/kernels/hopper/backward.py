@@ -27,6 +27,7 @@ from .common import (
     load_lse,
     load_padding,
     number_of_rounds,
+    release,
     resident_programs,
     row_block,
     rows_of_keys,
@@ -34,7 +35,6 @@ from .common import (
     store_sums,
     stream_keys,
     stream_rows,
-    thread_barrier,
     tile_descriptor,
     tile_pointers,
     vectors_descriptor,
@@ -95,8 +95,7 @@ def _sum_over_keys(
         do = do_smem.load(HELD)
         delta = gl.sum(do.to(gl.float32) * o_smem.load(HELD).to(gl.float32), 1)
         delta = gl.convert_layout(delta, ROWS)  # D = <dO, O>
-        thread_barrier()
-        mbarrier.arrive(barriers.index(2 * STAGES + 1), count=1)  # the next item's may come
+        release(barriers.index(2 * STAGES + 1))  # the next item's may come
         lse2 = next_lse * LOG2E
         vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
         gl.store(vectors, lse2)
@@ -262,8 +261,7 @@ def _sum_over_rows(
             k = k.load(HELD)
         if HELD_OPERANDS >= 2:
             v = v.load(HELD)
-            thread_barrier()
-            mbarrier.arrive(held_used, count=1)  # the next item's may come
+            release(held_used)  # the next item's may come
 
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
@@ -299,8 +297,7 @@ def _sum_over_rows(
             mbarrier.arrive(barriers.index(used), count=1)
 
         if HELD_OPERANDS < 2:
-            thread_barrier()
-            mbarrier.arrive(held_used, count=1)
+            release(held_used)
         store_sums(dk, dv, outputs, place, scale, N_k, HEAD_DIM, BLOCK_N, SUMS)
 
 

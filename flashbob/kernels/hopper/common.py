@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import Problem
@@ -259,6 +259,15 @@ def stream_rows(
             m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
             phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
             slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
+def release(barrier):
+    """What these warps have read from shared memory may be overwritten by copies. Loads that wait behind the stores of an item's
+    end are overtaken by the barriers alone: the fence waits for them."""
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit

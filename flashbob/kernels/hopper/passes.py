@@ -37,6 +37,7 @@ from .common import (
     load_lse,
     load_padding,
     number_of_rounds,
+    release,
     resident_programs,
     row_block,
     rows_of_keys,
@@ -131,8 +132,7 @@ def _sum_over_rows(
             u_v = u_v.load(HELD)
         if HELD_OPERANDS >= 4:
             u_k = u_k.load(HELD)
-            thread_barrier()
-            mbarrier.arrive(held_free, count=1)  # the next item's may come
+            release(held_free)  # the next item's may come
 
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
@@ -191,8 +191,7 @@ def _sum_over_rows(
             mbarrier.arrive(barriers.index(used), count=1)
 
         if HELD_OPERANDS < 4:
-            thread_barrier()
-            mbarrier.arrive(held_free, count=1)
+            release(held_free)
         store_sums(k_sum, v_sum, outputs, place, scale, N_k, HEAD_DIM, BLOCK_N, SUMS)
 
 
@@ -406,8 +405,7 @@ def _sum_over_keys(
             do = do_tile
         if HELD_OPERANDS >= 3:
             u_q = u_q.load(HELD)
-        thread_barrier()
-        mbarrier.arrive(q_read, count=1)
+        release(q_read)
 
         alpha = _row_sums(nothing, PAIR)
         e0 = alpha
@@ -499,8 +497,7 @@ def _sum_over_keys(
         mbarrier.wait(dq_barrier, r & 1)
         dq = q_smem.load(SUMS)
         o = o_smem.load(SUMS)
-        thread_barrier()
-        mbarrier.arrive(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage), count=1)
+        release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
         grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
         gl.store(
             tile_pointers(grad_q_ptr, grad_q_strides, batch, head, out_rows, dims), grad_q.to(dtype), exists
