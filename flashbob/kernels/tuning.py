@@ -145,7 +145,8 @@ def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int
     }
 
 
-# The Gluon kernels in hopper/, by pass and head dimension, for bf16 and fp16; measured on an H200. No search changes them.
+# The Gluon kernels in hopper/, by pass and largest head dimension, for bf16 and fp16; measured on an H200. No search
+# changes them.
 _HOPPER: dict[tuple[str, int], dict] = {
     ("backward_rows", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_rows", 128): _hopper_entry(64, 64, stages=2, held_operands=2),
@@ -177,7 +178,7 @@ def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.devic
 
 def hopper_tile(pass_name: str, head_dim: int) -> dict:
     """Arguments of a launch of the kernels in hopper/."""
-    return _HOPPER[pass_name, head_dim]
+    return _HOPPER[pass_name, 64 if head_dim <= 64 else 128]
 
 
 @contextlib.contextmanager

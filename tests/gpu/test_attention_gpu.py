@@ -161,9 +161,9 @@ def test_a_thread_that_has_not_used_the_device():
     assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("head_dim", [16, 80, 256])
+@pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 256])
 def test_head_dimensions(head_dim):
-    check(torch.bfloat16, (2, 2), (200, 200), head_dim, "causal")
+    check(torch.bfloat16, (2, 2), (600, 600), head_dim, "causal")
 
 
 def inputs(batch=4, heads=12, length=1024, head_dim=64, dtype=torch.bfloat16, scale=1.0):

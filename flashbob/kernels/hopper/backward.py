@@ -20,6 +20,7 @@ from .common import (
     COPYING_REGISTERS,
     LOG2E,
     KeySums,
+    columns_exist,
     common_arguments,
     item_of_round,
     key_block,
@@ -55,6 +56,7 @@ def _sum_over_keys(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -66,15 +68,15 @@ def _sum_over_keys(
     dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows = outputs
     dtype: gl.constexpr = k_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q_smem = q_ring.index(0).reshape([BLOCK_M, HEAD_DIM])
-    do_smem = do_ring.index(0).reshape([BLOCK_M, HEAD_DIM])
-    o_smem = o_ring.index(0).reshape([BLOCK_M, HEAD_DIM])
+    q_smem = q_ring.index(0).reshape([BLOCK_M, BLOCK_D])
+    do_smem = do_ring.index(0).reshape([BLOCK_M, BLOCK_D])
+    o_smem = o_ring.index(0).reshape([BLOCK_M, BLOCK_D])
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
     rounds = number_of_rounds(num_blocks * num_heads)
@@ -101,14 +103,14 @@ def _sum_over_keys(
         gl.store(vectors, lse2)
         gl.store(vectors + vector_stride.to(gl.int64), delta)
 
-        dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
+        dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
-        first_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
         s = warpgroup_mma(q, first_k.permute([1, 0]), nothing, use_acc=False)
         for it in range(total):
             n0 = lo + it * BLOCK_N
-            k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-            v = v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+            k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+            v = v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
 
             if PADDING:
@@ -131,7 +133,7 @@ def _sum_over_keys(
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+            next_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
             dq, s = warpgroup_mma_wait(0, deps=[dq, s])
             mbarrier.arrive(barriers.index(used), count=1)
@@ -139,7 +141,8 @@ def _sum_over_keys(
         next_lse = load_lse(lse_ptr, r + 1, rounds, work, CAUSAL, BLOCK_M, ROWS)
         out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
         pointers = tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims)
-        gl.store(pointers, (dq * scale).to(dtype), (out_rows < N_q)[:, None])
+        exists = columns_exist((out_rows < N_q)[:, None], dims, HEAD_DIM, BLOCK_D)
+        gl.store(pointers, (dq * scale).to(dtype), exists)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -169,6 +172,7 @@ def _backward_rows(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -176,11 +180,11 @@ def _backward_rows(
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    q_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    do_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
-    o_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, HEAD_DIM], o_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
+    o_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES + 2):
         mbarrier.init(barriers.index(i), count=1)
@@ -197,12 +201,12 @@ def _backward_rows(
             (
                 _sum_over_keys,
                 (held, rings, barriers, work, lse_ptr, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
             ),
             (
                 stream_keys,
                 (held_descs, held, q_desc, descs, rings, barriers, work,
-                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, 1, False),
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, 1, False),
             ),
         ],
         [1],
@@ -224,6 +228,7 @@ def _sum_over_rows(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -235,7 +240,7 @@ def _sum_over_rows(
     num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
     dtype: gl.constexpr = q_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     held_used = barriers.index(2 * STAGES + 1)
@@ -251,11 +256,11 @@ def _sum_over_rows(
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
         if PADDING:
             attended = load_padding(padding[0] + batch.to(gl.int64) * padding[1], padding[2], keys, N_k)
-        dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
-        dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
+        dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
+        dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
 
-        k = k_smem.reshape([BLOCK_N, HEAD_DIM])
-        v = v_smem.reshape([BLOCK_N, HEAD_DIM])
+        k = k_smem.reshape([BLOCK_N, BLOCK_D])
+        v = v_smem.reshape([BLOCK_N, BLOCK_D])
         mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         if HELD_OPERANDS >= 1:
             k = k.load(HELD)
@@ -265,11 +270,11 @@ def _sum_over_rows(
 
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
-        first_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        first_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
         s = warpgroup_mma(k, first_q.permute([1, 0]), nothing, use_acc=False)
         for it in range(total):
-            q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-            do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+            q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+            do = do_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             vectors = vectors_ring.index(stage).reshape([2, BLOCK_M])  # log2(e) L, D
             a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
             p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
@@ -291,14 +296,14 @@ def _sum_over_rows(
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+            next_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
             dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
         if HELD_OPERANDS < 2:
             release(held_used)
-        store_sums(dk, dv, outputs, place, scale, N_k, HEAD_DIM, BLOCK_N, SUMS)
+        store_sums(dk, dv, outputs, place, scale, N_k, HEAD_DIM, BLOCK_D, BLOCK_N, SUMS)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -328,6 +333,7 @@ def _backward_keys(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -335,10 +341,10 @@ def _backward_keys(
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 1, BLOCK_M], vectors_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES + 2):
@@ -356,12 +362,12 @@ def _backward_keys(
             (
                 _sum_over_rows,
                 (held, rings, vectors_ring, barriers, work, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS),
             ),
             (
                 stream_rows,
                 (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, work,
-                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES),
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
             ),
         ],
         [1],

@@ -139,6 +139,7 @@ def store_sums(
     scale,
     N_k,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SUMS: gl.constexpr,
 ):
@@ -146,8 +147,8 @@ def store_sums(
     grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride = outputs
     batch, kv_head, split, n0 = place
     out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-    exists = (out_keys < N_k)[:, None]
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
+    exists = columns_exist((out_keys < N_k)[:, None], dims, HEAD_DIM, BLOCK_D)
     offset = split.to(gl.int64) * split_stride
     grad_k = tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
     gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
@@ -171,7 +172,7 @@ def stream_keys(
     work,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -185,7 +186,7 @@ def stream_keys(
     and that these have been read.
     """
     num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
-    ROWS_BYTES: gl.constexpr = BLOCK_M * HEAD_DIM * 2
+    ROWS_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2
     HELD: gl.constexpr = 2 * STAGES
     slot, phase = 0 * N_q, 0 * N_q + 1  # the phase before a barrier's first counts as complete
     for r in range(number_of_rounds(num_blocks * num_heads)):
@@ -203,7 +204,7 @@ def stream_keys(
         for n0 in range(lo, hi, BLOCK_N):
             mbarrier.wait(barriers.index(STAGES + slot), phase)
             here = barriers.index(slot)
-            mbarrier.expect(here, len(rings) * BLOCK_N * HEAD_DIM * 2)
+            mbarrier.expect(here, len(rings) * BLOCK_N * BLOCK_D * 2)
             for i in gl.static_range(len(rings)):
                 fetch(descs[i], batch, kv_head, n0, here, rings[i].index(slot))
             phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
@@ -227,7 +228,7 @@ def stream_rows(
     work,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -237,7 +238,7 @@ def stream_rows(
     Barriers as in `stream_keys`, with one stage of `held`.
     """
     num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
-    TILE_BYTES: gl.constexpr = len(rings) * BLOCK_M * HEAD_DIM * 2 + vectors_ring.shape[1] * BLOCK_M * 4
+    TILE_BYTES: gl.constexpr = len(rings) * BLOCK_M * BLOCK_D * 2 + vectors_ring.shape[1] * BLOCK_M * 4
     have, used = barriers.index(2 * STAGES), barriers.index(2 * STAGES + 1)
     slot, phase = 0 * N_q, 0 * N_q + 1
     for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
@@ -245,7 +246,7 @@ def stream_rows(
         batch, kv_head, _, n0 = place
         lo, hi, _, _ = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         mbarrier.wait(used, (r & 1) ^ 1)
-        mbarrier.expect(have, len(held) * BLOCK_N * HEAD_DIM * 2)
+        mbarrier.expect(have, len(held) * BLOCK_N * BLOCK_D * 2)
         for i in gl.static_range(len(held)):
             fetch(held_descs[i], batch, kv_head, n0, have, held[i])
         m0 = lo
@@ -291,6 +292,14 @@ def next_tile(start, head, first, end, BLOCK: gl.constexpr):
     start += BLOCK
     wrap = start >= end
     return gl.where(wrap, first, start), gl.where(wrap, head + 1, head)
+
+
+@gluon.jit
+def columns_exist(exists, dims, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Which elements of a tile are to be written: `exists`, of rows, and columns below HEAD_DIM."""
+    if BLOCK_D != HEAD_DIM:
+        exists = exists & (dims < HEAD_DIM)[None, :]
+    return exists
 
 
 @gluon.jit
@@ -370,13 +379,21 @@ def common_arguments(problem: Problem) -> dict:
         "CAUSAL": problem.is_causal,
         "WINDOW": problem.window_size is not None,
         "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": _block_d(problem.head_dim),
     }
 
 
+def _block_d(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
+
+
 def tile_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """TMA's view of [B, H, N, d] in tiles of `block` rows. A dimension of size 1 has any stride."""
+    """TMA's view of [B, H, N, d] in tiles of `block` rows; columns beyond d are read as 0.
+
+    A dimension of size 1 has any stride.
+    """
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
-    shape = [1, 1, block, x.shape[3]]
+    shape = [1, 1, block, _block_d(x.shape[3])]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
 
 
@@ -394,11 +411,11 @@ def vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
 
 
 def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these kernels take the call: bf16 or fp16, d of 64 or 128, no dropout, and TMA's alignment."""
+    """Whether these kernels take the call: bf16 or fp16, d from 33 to 128, no dropout, and TMA's alignment."""
     return (
         problem.dropout_seed is None
         and problem.dtype in (torch.bfloat16, torch.float16)
-        and problem.head_dim in (64, 128)
+        and 32 < problem.head_dim <= 128
         and all(x is not None and _aligned(x) for x in tensors)
     )
 

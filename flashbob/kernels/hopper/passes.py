@@ -30,6 +30,7 @@ from .common import (
     COPYING_REGISTERS,
     LOG2E,
     KeySums,
+    columns_exist,
     common_arguments,
     item_of_round,
     key_block,
@@ -86,6 +87,7 @@ def _sum_over_rows(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -99,7 +101,7 @@ def _sum_over_rows(
     dtype: gl.constexpr = q_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, HEAD_DIM // GROUPS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_D // GROUPS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     held_free = barriers.index(2 * STAGES + 1)
@@ -115,13 +117,13 @@ def _sum_over_rows(
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
         if PADDING:
             attended = load_padding(padding[0] + batch.to(gl.int64) * padding[1], padding[2], keys, N_k)
-        k_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
-        v_sum = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUMS)
+        k_sum = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
+        v_sum = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
 
-        k = k_smem.reshape([BLOCK_N, HEAD_DIM])
-        v = v_smem.reshape([BLOCK_N, HEAD_DIM])
-        u_k = u_k_smem.reshape([BLOCK_N, HEAD_DIM])
-        u_v = u_v_smem.reshape([BLOCK_N, HEAD_DIM])
+        k = k_smem.reshape([BLOCK_N, BLOCK_D])
+        v = v_smem.reshape([BLOCK_N, BLOCK_D])
+        u_k = u_k_smem.reshape([BLOCK_N, BLOCK_D])
+        u_v = u_v_smem.reshape([BLOCK_N, BLOCK_D])
         mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         # Products of two operands in shared memory, 32 columns wide, are held up by it: keep what registers have room for.
         if HELD_OPERANDS >= 1:
@@ -136,12 +138,12 @@ def _sum_over_rows(
 
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
-        first_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        first_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
         s = warpgroup_mma(k, first_q.permute([1, 0]), nothing, use_acc=False)
         for it in range(total):
-            q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-            do = do_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
-            u_q = u_q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+            q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+            do = do_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+            u_q = u_q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             vectors = vectors_ring.index(stage).reshape([4, BLOCK_M])  # log2(e) L, D, α, α D + E
             a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
             f = warpgroup_mma(k, u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -185,14 +187,14 @@ def _sum_over_rows(
             # The next tile's first product runs in the shadow of this one's last. Sums in flight across the loop's edge would
             # make ptxas serialize every product.
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_q = q_ring.index(stage).reshape([BLOCK_M, HEAD_DIM])
+            next_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
             k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
         if HELD_OPERANDS < 4:
             release(held_free)
-        store_sums(k_sum, v_sum, outputs, place, scale, N_k, HEAD_DIM, BLOCK_N, SUMS)
+        store_sums(k_sum, v_sum, outputs, place, scale, N_k, HEAD_DIM, BLOCK_D, BLOCK_N, SUMS)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -225,6 +227,7 @@ def _column_pass(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -233,13 +236,13 @@ def _column_pass(
 ):
     dtype: gl.constexpr = q_desc.dtype
     PAIR: gl.constexpr = num_warps == 8
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    u_k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], u_k_desc.layout)
-    u_v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], u_v_desc.layout)
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
-    u_q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], u_q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    u_k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
+    u_v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
+    u_q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], u_q_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 1, BLOCK_M], vectors_desc.layout)
     operands = k_smem  # of a single warpgroup, unused
     if PAIR:
@@ -261,12 +264,12 @@ def _column_pass(
             (
                 _sum_over_rows,
                 (held, rings, vectors_ring, operands, barriers, work, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR),
             ),
             (
                 stream_rows,
                 (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, work,
-                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES),
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
             ),
         ],
         [1],
@@ -346,6 +349,7 @@ def _sum_over_keys(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -363,7 +367,7 @@ def _sum_over_keys(
     dtype: gl.constexpr = k_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, HEAD_DIM // GROUPS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_D // GROUPS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -373,7 +377,7 @@ def _sum_over_keys(
         barriers.index(2 * STAGES + 2 * HELD_STAGES + 1),
     )
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
     rounds = number_of_rounds(num_blocks * num_heads)
@@ -392,10 +396,10 @@ def _sum_over_keys(
         lse2 = next_lse * LOG2E
 
         held_stage = r % HELD_STAGES
-        q_smem = q_ring.index(held_stage).reshape([BLOCK_M, HEAD_DIM])
-        o_smem = o_ring.index(held_stage).reshape([BLOCK_M, HEAD_DIM])
-        do = do_ring.index(held_stage).reshape([BLOCK_M, HEAD_DIM])
-        u_q = u_q_ring.index(held_stage).reshape([BLOCK_M, HEAD_DIM])
+        q_smem = q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
+        o_smem = o_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
+        do = do_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
+        u_q = u_q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         mbarrier.wait(barriers.index(HELD_BARRIERS + held_stage), r // HELD_STAGES & 1)
         do_tile = do.load(HELD)
         delta = gl.sum(do_tile.to(gl.float32) * o_smem.load(HELD).to(gl.float32), 1)
@@ -409,18 +413,18 @@ def _sum_over_keys(
 
         alpha = _row_sums(nothing, PAIR)
         e0 = alpha
-        omega = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
-        b = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
-        do_sum = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, SUMS)
+        omega = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
+        b = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
+        do_sum = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
-        first_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
         s = warpgroup_mma(q, first_k.permute([1, 0]), nothing, use_acc=False)
         for it in range(total):
             n0 = lo + it * BLOCK_N
-            k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-            v = v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-            u_k = u_k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
-            u_v = u_v_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+            k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+            v = v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+            u_k = u_k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+            u_v = u_v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
             f = warpgroup_mma(u_q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
             f = warpgroup_mma(q, u_k.permute([1, 0]), f, is_async=True)
@@ -475,7 +479,7 @@ def _sum_over_keys(
             omega = warpgroup_mma(ps, k, omega, is_async=True)  # (P ⊙ P̃°) K
             # The next tile's first product runs in the shadow of this one's last.
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_k = k_ring.index(stage).reshape([BLOCK_N, HEAD_DIM])
+            next_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
             b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
             mbarrier.arrive(barriers.index(used), count=1)
@@ -493,7 +497,7 @@ def _sum_over_keys(
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
         e0 = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
         out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
-        exists = (out_rows < N_q)[:, None]
+        exists = columns_exist((out_rows < N_q)[:, None], dims, HEAD_DIM, BLOCK_D)
         mbarrier.wait(dq_barrier, r & 1)
         dq = q_smem.load(SUMS)
         o = o_smem.load(SUMS)
@@ -543,6 +547,7 @@ def _row_pass(
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -552,14 +557,14 @@ def _row_pass(
     dtype: gl.constexpr = q_desc.dtype
     PAIR: gl.constexpr = num_warps == 8
     HELD_STAGES: gl.constexpr = 1 if PAIR else 2
-    q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    do_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
-    u_q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, HEAD_DIM], u_q_desc.layout)
-    o_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, HEAD_DIM], o_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], u_k_desc.layout)
-    u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], u_v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
+    u_q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], u_q_desc.layout)
+    o_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
+    u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
     operands = q_ring  # of a single warpgroup, unused
     if PAIR:
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
@@ -590,12 +595,12 @@ def _row_pass(
             (
                 _sum_over_keys,
                 (held, rings, operands, barriers, work, lse_ptr, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, HELD_STAGES),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, HELD_STAGES),
             ),
             (
                 stream_keys,
                 (held_descs, held, dq_desc, descs, rings, barriers, work,
-                 CAUSAL, WINDOW, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True),
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True),
             ),
         ],
         [1],
