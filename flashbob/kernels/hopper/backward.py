@@ -20,7 +20,6 @@ from .common import (
     COPYING_REGISTERS,
     LOG2E,
     KeySums,
-    columns_exist,
     common_arguments,
     item_of_round,
     key_block,
@@ -33,12 +32,11 @@ from .common import (
     row_block,
     rows_of_keys,
     share_of_registers,
-    store_sums,
     stream_keys,
     stream_rows,
     tile_descriptor,
-    tile_pointers,
     vectors_descriptor,
+    write_rows,
 )
 
 
@@ -76,7 +74,6 @@ def _sum_over_keys(
     do_smem = do_ring.index(0).reshape([BLOCK_M, BLOCK_D])
     o_smem = o_ring.index(0).reshape([BLOCK_M, BLOCK_D])
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
     rounds = number_of_rounds(num_blocks * num_heads)
@@ -139,10 +136,8 @@ def _sum_over_keys(
             mbarrier.arrive(barriers.index(used), count=1)
 
         next_lse = load_lse(lse_ptr, r + 1, rounds, work, CAUSAL, BLOCK_M, ROWS)
-        out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
-        pointers = tile_pointers(dq_ptr, dq_strides, batch, head, out_rows, dims)
-        exists = columns_exist((out_rows < N_q)[:, None], dims, HEAD_DIM, BLOCK_D)
-        gl.store(pointers, (dq * scale).to(dtype), exists)
+        out = (dq_ptr, dq_strides, dq_ptr, dq_ptr)
+        write_rows(dq * scale, out, batch, head, m0, N_q, HEAD_DIM, SUMS, False)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -238,6 +233,7 @@ def _sum_over_rows(
     k_smem, v_smem = held
     q_ring, do_ring = rings
     num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
+    dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride = outputs
     dtype: gl.constexpr = q_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -250,7 +246,7 @@ def _sum_over_rows(
     stage, phase = 0 * N_q, 0 * N_q
     for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
         place, _ = key_block(item_of_round(r), num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
-        batch, _, _, n0 = place
+        batch, kv_head, split, n0 = place
         lo, hi, full_begin, full_end = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
@@ -303,7 +299,11 @@ def _sum_over_rows(
 
         if HELD_OPERANDS < 2:
             release(held_used)
-        store_sums(dk, dv, outputs, place, scale, N_k, HEAD_DIM, BLOCK_D, BLOCK_N, SUMS)
+        offset = split.to(gl.int64) * split_stride
+        out_k = (dk_ptr + offset, dk_strides, dk_ptr, dk_ptr)
+        write_rows(dk * scale, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
+        out_v = (dv_ptr + offset, dv_strides, dv_ptr, dv_ptr)
+        write_rows(dv, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)

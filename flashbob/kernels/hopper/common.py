@@ -21,6 +21,7 @@ from ..launch import compiles_ahead
 
 # Their names in triton 3.9, and in 3.6.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what it leaves
@@ -128,32 +129,6 @@ def rows_of_keys(
             full_end = n0 - shift + window
             hi = gl.maximum(gl.minimum(N_q, gl.minimum(n0 + BLOCK_N, N_k) - 1 - shift + window), 0)
     return lo, hi, full_begin, full_end
-
-
-@gluon.jit
-def store_sums(
-    k_sum,
-    v_sum,
-    outputs,
-    place,
-    scale,
-    N_k,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SUMS: gl.constexpr,
-):
-    """τ times the first, and the second sum, of a block of keys."""
-    grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride = outputs
-    batch, kv_head, split, n0 = place
-    out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
-    exists = columns_exist((out_keys < N_k)[:, None], dims, HEAD_DIM, BLOCK_D)
-    offset = split.to(gl.int64) * split_stride
-    grad_k = tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
-    grad_v = tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
 
 
 @gluon.jit
@@ -272,6 +247,48 @@ def release(barrier):
 
 
 @gluon.jit
+def write_rows(
+    tile,
+    out,
+    batch,
+    head,
+    first,
+    end,
+    HEAD_DIM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    BY_COPY: gl.constexpr,
+):
+    """Write the rows [first, end) of an output that a tile holds; BY_COPY, through shared memory.
+
+    Whoever writes there next waits with `copies_read`.
+    """
+    pointer, strides, desc, staging = out
+    tile = tile.to(pointer.dtype.element_ty)
+    if BY_COPY:
+        staging.reshape(tile.shape).store(tile)
+        fence_async_shared()
+        thread_barrier()
+        async_store(desc, [batch, head, first, 0], staging)
+    else:
+        rows = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        dims = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        exists = (rows < end)[:, None]
+        if tile.shape[1] != HEAD_DIM:
+            exists = exists & (dims < HEAD_DIM)[None, :]
+        pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+        pointers = pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3]
+        gl.store(pointers, tile, exists)
+
+
+@gluon.jit
+def copies_read(BY_COPY: gl.constexpr):
+    """Wait until the copies of `write_rows` have read what they write."""
+    if BY_COPY:
+        tma.store_wait(0)
+        thread_barrier()
+
+
+@gluon.jit
 def load_lse(lse_ptr, r, rounds, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
     """L of a round's rows; +inf beyond the last row: P is 0 there."""
     num_blocks, num_heads, section, H, GROUP, N_q, _, _ = work
@@ -292,21 +309,6 @@ def next_tile(start, head, first, end, BLOCK: gl.constexpr):
     start += BLOCK
     wrap = start >= end
     return gl.where(wrap, first, start), gl.where(wrap, head + 1, head)
-
-
-@gluon.jit
-def columns_exist(exists, dims, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Which elements of a tile are to be written: `exists`, of rows, and columns below HEAD_DIM."""
-    if BLOCK_D != HEAD_DIM:
-        exists = exists & (dims < HEAD_DIM)[None, :]
-    return exists
-
-
-@gluon.jit
-def tile_pointers(pointer, strides, batch, head, rows, dims):
-    """Pointers to [rows, dims] of one head, in 64 bits."""
-    pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-    return pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3]
 
 
 class KeySums:

@@ -30,8 +30,9 @@ from .common import (
     COPYING_REGISTERS,
     LOG2E,
     KeySums,
-    columns_exist,
+    able,
     common_arguments,
+    copies_read,
     item_of_round,
     key_block,
     keys_of_rows,
@@ -43,14 +44,15 @@ from .common import (
     row_block,
     rows_of_keys,
     share_of_registers,
-    store_sums,
     stream_keys,
     stream_rows,
     thread_barrier,
     tile_descriptor,
-    tile_pointers,
     vectors_descriptor,
+    write_rows,
 )
+
+BY_COPY = True
 
 
 @gluon.jit
@@ -93,11 +95,22 @@ def _sum_over_rows(
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
     PAIR: gl.constexpr,
+    BY_COPY: gl.constexpr,
 ):
     """The computing warps of the column pass."""
     k_smem, v_smem, u_k_smem, u_v_smem = held
     q_ring, do_ring, u_q_ring = rings
     num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
+    (
+        grad_k_ptr,
+        grad_v_ptr,
+        grad_k_strides,
+        grad_v_strides,
+        grad_k_desc,
+        grad_v_desc,
+        staging,
+        split_stride,
+    ) = outputs
     dtype: gl.constexpr = q_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16])
@@ -111,7 +124,7 @@ def _sum_over_rows(
     stage, phase = 0 * N_q, 0 * N_q
     for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
         place, _ = key_block(item_of_round(r), num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
-        batch, _, _, n0 = place
+        batch, kv_head, split, n0 = place
         lo, hi, full_begin, full_end = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
@@ -136,6 +149,7 @@ def _sum_over_rows(
             u_k = u_k.load(HELD)
             release(held_free)  # the next item's may come
 
+        copies_read(BY_COPY)
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
         first_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
@@ -194,7 +208,12 @@ def _sum_over_rows(
 
         if HELD_OPERANDS < 4:
             release(held_free)
-        store_sums(k_sum, v_sum, outputs, place, scale, N_k, HEAD_DIM, BLOCK_D, BLOCK_N, SUMS)
+        offset = split.to(gl.int64) * split_stride
+        out_k = (grad_k_ptr + offset, grad_k_strides, grad_k_desc, staging.index(0))
+        write_rows(k_sum * scale, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
+        out_v = (grad_v_ptr + offset, grad_v_strides, grad_v_desc, staging.index(1))
+        write_rows(v_sum, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
+    copies_read(BY_COPY)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -207,6 +226,8 @@ def _column_pass(
     u_k_desc,
     u_v_desc,
     vectors_desc,
+    grad_k_desc,
+    grad_v_desc,
     grad_k_ptr,
     grad_v_ptr,
     grad_k_strides,
@@ -232,6 +253,7 @@ def _column_pass(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    BY_COPY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -247,7 +269,12 @@ def _column_pass(
     operands = k_smem  # of a single warpgroup, unused
     if PAIR:
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-        operands = gl.allocate_shared_memory(dtype, [3, BLOCK_N, BLOCK_M], SHARED)
+        operands = gl.allocate_shared_memory(dtype, [4, BLOCK_N, BLOCK_M], SHARED)
+    staging = operands  # where results are copied from: a pair's operands, which are used up at an item's end
+    if PAIR and BY_COPY:
+        staging = operands._reinterpret(dtype, [2, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    elif BY_COPY:
+        staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES + 2):
         mbarrier.init(barriers.index(i), count=1)
@@ -258,13 +285,15 @@ def _column_pass(
     rings = (q_ring, do_ring, u_q_ring)
     work = (num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
-    outputs = (grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride)
+    outputs = (
+        grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, grad_k_desc, grad_v_desc, staging, split_stride
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 _sum_over_rows,
                 (held, rings, vectors_ring, operands, barriers, work, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, BY_COPY),
             ),
             (
                 stream_rows,
@@ -294,9 +323,11 @@ def column_pass(
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
     sums = KeySums(problem, k, v, block_n)
     sums_k, sums_v = sums.written
+    by_copy = BY_COPY and sums_k is sums.results[0] and able(problem, (sums_k, sums_v))
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
-        "vectors_desc": vectors, "grad_k_ptr": sums_k, "grad_v_ptr": sums_v, "padding": problem.side_tensors["padding"],
+        "vectors_desc": vectors, "grad_k_desc": sums_k if by_copy else k, "grad_v_desc": sums_v if by_copy else k,
+        "grad_k_ptr": sums_k, "grad_v_ptr": sums_v, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -305,15 +336,17 @@ def column_pass(
         }
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
+        for name in ("grad_k_desc", "grad_v_desc"):
+            descriptors[name] = tile_descriptor(tensors[name], block_n)
         streamed = 3 * problem.head_dim * q.element_size()
         programs = resident_programs(problem, sums.items, tile["num_warps"])
         return programs, descriptors | common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:],
-            "maxnreg": share_of_registers(tile["num_warps"]),
+            "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
         }  # fmt: skip
 
-    launch(_column_pass, problem, tensors, prepare, tile)
+    launch(_column_pass, problem, tensors, prepare, tile, by_copy)
     return sums.finish()
 
 
@@ -356,14 +389,14 @@ def _sum_over_keys(
     HELD_OPERANDS: gl.constexpr,
     PAIR: gl.constexpr,
     HELD_STAGES: gl.constexpr,
+    BY_COPY: gl.constexpr,
 ):
     """The computing warps of the row pass."""
     q_ring, do_ring, u_q_ring, o_ring = held
     k_ring, v_ring, u_k_ring, u_v_ring = rings
     num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
-    grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, vectors_ptr, vector_stride, padded_rows = (
-        outputs
-    )
+    grads, vectors_ptr, vector_stride, padded_rows = outputs
+    grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc, staging = grads
     dtype: gl.constexpr = k_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
@@ -377,7 +410,6 @@ def _sum_over_keys(
         barriers.index(2 * STAGES + 2 * HELD_STAGES + 1),
     )
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
     rounds = number_of_rounds(num_blocks * num_heads)
@@ -409,6 +441,7 @@ def _sum_over_keys(
             do = do_tile
         if HELD_OPERANDS >= 3:
             u_q = u_q.load(HELD)
+        copies_read(BY_COPY)
         release(q_read)
 
         alpha = _row_sums(nothing, PAIR)
@@ -496,22 +529,17 @@ def _sum_over_keys(
 
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
         e0 = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
-        out_rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
-        exists = columns_exist((out_rows < N_q)[:, None], dims, HEAD_DIM, BLOCK_D)
         mbarrier.wait(dq_barrier, r & 1)
         dq = q_smem.load(SUMS)
         o = o_smem.load(SUMS)
         release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
         grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
-        gl.store(
-            tile_pointers(grad_q_ptr, grad_q_strides, batch, head, out_rows, dims), grad_q.to(dtype), exists
-        )
+        out_q = (grad_q_ptr, grad_q_strides, grad_q_desc, staging.index(0))
+        write_rows(grad_q, out_q, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
         grad_do = do_sum - alpha * o.to(gl.float32)  # dÕ = dÕ° − α O
-        gl.store(
-            tile_pointers(grad_do_ptr, grad_do_strides, batch, head, out_rows, dims),
-            grad_do.to(dtype),
-            exists,
-        )
+        out_do = (grad_do_ptr, grad_do_strides, grad_do_desc, staging.index(1))
+        write_rows(grad_do, out_do, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
+    copies_read(BY_COPY)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -525,6 +553,8 @@ def _row_pass(
     v_desc,
     u_k_desc,
     u_v_desc,
+    grad_q_desc,
+    grad_do_desc,
     lse_ptr,
     grad_q_ptr,
     grad_do_ptr,
@@ -552,6 +582,7 @@ def _row_pass(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    BY_COPY: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -569,6 +600,11 @@ def _row_pass(
     if PAIR:
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
         operands = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N], SHARED)
+    staging = operands
+    if PAIR and BY_COPY:
+        staging = operands._reinterpret(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    elif BY_COPY:
+        staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     barriers = gl.allocate_shared_memory(
         gl.int64, [2 * STAGES + 2 * HELD_STAGES + 2, 1], mbarrier.MBarrierLayout()
     )
@@ -581,21 +617,14 @@ def _row_pass(
     rings = (k_ring, v_ring, u_k_ring, u_v_ring)
     work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
-    outputs = (
-        grad_q_ptr,
-        grad_do_ptr,
-        grad_q_strides,
-        grad_do_strides,
-        vectors_ptr,
-        vector_stride,
-        padded_rows,
-    )
+    grads = (grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc, staging)
+    outputs = (grads, vectors_ptr, vector_stride, padded_rows)
     gl.warp_specialize(
         [
             (
                 _sum_over_keys,
                 (held, rings, operands, barriers, work, lse_ptr, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, HELD_STAGES),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, HELD_STAGES, BY_COPY),
             ),
             (
                 stream_keys,
@@ -625,10 +654,12 @@ def row_pass(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `row_pass.row_pass`, of a call that `able` takes."""
     grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
+    by_copy = BY_COPY and able(problem, (grad_q, grad_do))
     vectors = problem.row_vectors(4)
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "o_desc": o, "dq_desc": dq,
         "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
+        "grad_q_desc": grad_q if by_copy else q, "grad_do_desc": grad_do if by_copy else q,
         "lse_ptr": lse.contiguous(), "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
         "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
@@ -641,6 +672,8 @@ def row_pass(
             f"{name}_desc": tile_descriptor(x, block_m)
             for name, x in (("q", q), ("do", do), ("u_q", u_q), ("o", o), ("dq", dq))
         }
+        for name in ("grad_q_desc", "grad_do_desc"):
+            descriptors[name] = tile_descriptor(tensors[name], block_m)
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         items = problem.padded_rows // block_m * num_heads
@@ -648,8 +681,8 @@ def row_pass(
         return programs, descriptors | common_arguments(problem) | tile | {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
-            "maxnreg": share_of_registers(tile["num_warps"]),
+            "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
         }  # fmt: skip
 
-    launch(_row_pass, problem, tensors, prepare, tile)
+    launch(_row_pass, problem, tensors, prepare, tile, by_copy)
     return grad_q, grad_do, vectors
