@@ -150,7 +150,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="causal d=64 and 128 at 1024 and 4096 only")
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 32, 256])
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 32, 80, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--backends", nargs="+", default=["triton", *OTHERS, *BASELINES])
     parser.add_argument("--seconds", type=float, default=500)
