@@ -142,8 +142,10 @@ def store_sums(
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SUMS: gl.constexpr,
+    BASE: gl.constexpr = False,
+    bases=(),
 ):
-    """τ times the first, and the second sum, of a block of keys."""
+    """τ times the first, and the second sum, of a block of keys; with BASE added to two tensors of the outputs' strides."""
     grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, split_stride = outputs
     batch, kv_head, split, n0 = place
     out_keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
@@ -151,7 +153,13 @@ def store_sums(
     exists = columns_exist((out_keys < N_k)[:, None], dims, HEAD_DIM, BLOCK_D)
     offset = split.to(gl.int64) * split_stride
     grad_k = tile_pointers(grad_k_ptr + offset, grad_k_strides, batch, kv_head, out_keys, dims)
-    gl.store(grad_k, (k_sum * scale).to(grad_k_ptr.dtype.element_ty), exists)
+    k_sum *= scale
+    if BASE:
+        k_base = tile_pointers(bases[0], grad_k_strides, batch, kv_head, out_keys, dims)
+        v_base = tile_pointers(bases[1], grad_v_strides, batch, kv_head, out_keys, dims)
+        k_sum += gl.load(k_base, exists, 0.0).to(gl.float32)
+        v_sum += gl.load(v_base, exists, 0.0).to(gl.float32)
+    gl.store(grad_k, k_sum.to(grad_k_ptr.dtype.element_ty), exists)
     grad_v = tile_pointers(grad_v_ptr + offset, grad_v_strides, batch, kv_head, out_keys, dims)
     gl.store(grad_v, v_sum.to(grad_v_ptr.dtype.element_ty), exists)
 
@@ -310,24 +318,25 @@ def tile_pointers(pointer, strides, batch, head, rows, dims):
 
 
 class KeySums:
-    """Where programs of key blocks write two sums over rows, like k and v.
+    """Where programs of key blocks write two sums over rows, whose results are given.
 
     Where there are few key heads a group's query heads are shared out over programs, enough to fill the GPU twice; their
     parts are fp32 and added up in a fixed order, so that results stay the same on every run.
     """
 
-    def __init__(self, problem: Problem, k: Tensor, v: Tensor, block_n: int) -> None:
+    def __init__(self, problem: Problem, results: tuple[Tensor, Tensor], block_n: int) -> None:
         group, heads = problem.heads // problem.kv_heads, problem.batch * problem.kv_heads
         blocks = triton.cdiv(problem.num_keys, block_n)
         splits = number_of_parts(blocks * heads, group, problem.device)
-        self.results = torch.empty_like(k), torch.empty_like(v)
+        self.results = results
         self.members = group // splits  # query heads of a part
         self.num_heads = heads * splits  # of the grid
         self.items = blocks * self.num_heads
         self.written: tuple[Tensor, Tensor] = self.results
         self.split_stride = 0
         if splits > 1:
-            k_parts, v_parts = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
+            shape, device = (2, splits, *results[0].shape), problem.device
+            k_parts, v_parts = torch.empty(shape, dtype=torch.float32, device=device)
             self.written, self.split_stride = (k_parts, v_parts), k_parts.stride(0)
 
     def arguments(self, problem: Problem, streamed: int) -> dict:
@@ -340,11 +349,10 @@ class KeySums:
             "section": section,
         }
 
-    def finish(self) -> tuple[Tensor, Tensor]:
+    def finish(self) -> None:
         if self.written is not self.results and not compiles_ahead():
             for result, parts in zip(self.results, self.written):
                 result.copy_(parts.sum(0))
-        return self.results
 
 
 def number_of_parts(programs: int, group: int, device: torch.device) -> int:

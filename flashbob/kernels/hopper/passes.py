@@ -287,12 +287,13 @@ def column_pass(
     k: Tensor,
     v: Tensor,
     vectors: Tensor,
+    out: tuple[Tensor, Tensor],
     *,
     tile: dict,
 ) -> tuple[Tensor, Tensor]:
     """As `column_pass.column_pass`, of a call that `able` takes."""
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    sums = KeySums(problem, k, v, block_n)
+    sums = KeySums(problem, out, block_n)
     sums_k, sums_v = sums.written
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
@@ -314,7 +315,8 @@ def column_pass(
         }  # fmt: skip
 
     launch(_column_pass, problem, tensors, prepare, tile)
-    return sums.finish()
+    sums.finish()
+    return out
 
 
 @gluon.jit
@@ -620,11 +622,12 @@ def row_pass(
     o: Tensor,
     lse: Tensor,
     dq: Tensor,
+    out: Tensor,
     *,
     tile: dict,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `row_pass.row_pass`, of a call that `able` takes."""
-    grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
+    grad_q, grad_do = out, torch.empty_like(do)
     vectors = problem.row_vectors(4)
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "o_desc": o, "dq_desc": dq,
