@@ -123,6 +123,8 @@ def pack_qkv_gradients(graph: Graph) -> None:
     """
     for stack in graph.find_nodes(op="call_function", target=aten.stack.default):
         gradients = _stacked(stack)
+        if not gradients:
+            continue
         if all(x.target == aten.add.Tensor and len(x.users) == 1 and not x.kwargs for x in gradients):
             # First backwards behind: they can add.
             terms = [*zip(*(sorted(x.args, key=lambda y: _is_of(y, _backward)) for x in gradients))]
