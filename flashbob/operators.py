@@ -14,6 +14,9 @@ Hessian times (u_q, u_k, u_v, 0). A Hessian is symmetric, so all derivatives of 
     derivative of (dq, dk, dv) along (t_do, t_q, t_k, t_v)      its parts for q, k, v with u = t, plus backward(t_do)
     gradient of ⟨do, tangent⟩ in (q, k, v), (t_q, t_k, t_v)     its parts for q, k, v with u = t; backward(do)
 
+Two more, `backward_packed` and `backward_backward_packed`, write the gradients of q, k, v into one tensor [B, N, 3, H, d], as the
+derivatives of a packed projection want them. Nothing calls them but graphs of derivatives that put them there.
+
 `attention` calls them through autograd twice over. PyTorch has two mechanisms for that and needs both here: under
 `torch.compile` an operator with a registered formula is one opaque node of the graph; in eager mode such an operator
 refuses `torch.func`, which `autograd.Function`s with `setup_context` and `vmap` support. The formulas are the same.
@@ -51,6 +54,7 @@ def _run(
     window_size: int | None,
     dropout_p: float,
     backend: str,
+    **results: Any,
 ) -> Any:
     if backend == "auto":
         backend = _choose(pass_name, tensors, window_size, key_padding_mask, dropout_p)
@@ -65,14 +69,15 @@ def _run(
             key_padding_mask=key_padding_mask,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
+            **results,
         )
 
 
-def _run_operator(pass_name: str, tensors: tuple[Tensor | None, ...], *options) -> Any:
+def _run_operator(pass_name: str, tensors: tuple[Tensor | None, ...], *options, **results) -> Any:
     # A compiled function calls an operator with whatever it was given. `Function`s, which have a `jvp`, switch tangents off.
     if _is_fwd_grad_enabled() and any(x is not None and _has_tangent(x) for x in tensors):
         _refuse_compiled_forward_mode()
-    return _run(pass_name, tensors[-1].device.type, tensors, *options)  # type: ignore[union-attr]
+    return _run(pass_name, tensors[-1].device.type, tensors, *options, **results)  # type: ignore[union-attr]
 
 
 # From how many tokens on cuDNN beats our own kernels, by pass and head dimension: docs/kernels.md has the figures (H200).
@@ -153,6 +158,49 @@ def tangent(t_q, t_k, t_v, q, k, v, o, lse, *options):
     return _run_operator("tangent", (t_q, t_k, t_v, q, k, v, o, lse), *options)
 
 
+def _empty_packed(q: Tensor) -> Tensor:
+    batch, heads, length, head_dim = q.shape
+    return q.new_empty(batch, length, 3, heads, head_dim)
+
+
+def _unpacked(packed: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in packed.unbind(2))
+
+
+@torch.library.custom_op(
+    "flashbob::backward_packed",
+    mutates_args=(),
+    schema=(
+        "(Tensor? base, Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"{_SCHEMA_OPTIONS}) -> Tensor"
+    ),
+)
+def backward_packed(base, do, q, k, v, o, lse, *options):
+    """(dQ, dK, dV) as one contiguous tensor [B, N, 3, H, d], added to `base` like it if given; q, k, v are of one shape.
+
+    The backend is "auto", "fused", "triton" or "tiled"."""
+    packed = _empty_packed(q)
+    results = {"out": _unpacked(packed), "base": None if base is None else _unpacked(base)}
+    _run_operator("backward", (do, q, k, v, o, lse), *options, **results)
+    return packed
+
+
+@torch.library.custom_op(
+    "flashbob::backward_backward_packed",
+    mutates_args=(),
+    schema=(
+        "(Tensor? u_q, Tensor? u_k, Tensor? u_v, Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"Tensor dq, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)"
+    ),
+)
+def backward_backward_packed(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
+    """As `backward_backward`, the gradients of q, k, v as `backward_packed` has them; and that of do."""
+    packed = _empty_packed(q)
+    tensors = u_q, u_k, u_v, do, q, k, v, o, lse, dq
+    *_, grad_do = _run_operator("backward_backward", tensors, *options, out=_unpacked(packed))
+    return packed, grad_do
+
+
 @forward.register_fake
 def _(q, k, v, *options):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -167,6 +215,16 @@ def _(do, q, k, v, o, lse, *options):
 @backward_backward.register_fake
 def _(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(do)
+
+
+@backward_packed.register_fake
+def _(base, do, q, k, v, o, lse, *options):
+    return _empty_packed(q)
+
+
+@backward_backward_packed.register_fake
+def _(u_q, u_k, u_v, do, q, k, v, o, lse, dq, *options):
+    return _empty_packed(q), torch.empty_like(do)
 
 
 @tangent.register_fake

@@ -8,12 +8,13 @@ left), fp32, and head dimensions that are no multiple of 8 or above 128.
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import triton, with_strides_of
+from . import triton, with_strides_of, written
 from .triton import backward_backward, tangent
 
 __all__ = ["able", "backward", "backward_backward", "forward", "operator_names", "tangent"]
@@ -105,11 +106,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: Any
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    out: Sequence[Tensor] | None = None,
+    base: Sequence[Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), like q, k, v."""
+    """(dQ, dK, dV), like q, k, v (or copied to `out`, with `base` added: PyTorch's operators allocate their results)."""
     if not able(q, k, v, **options):
-        return triton.backward(do, q, k, v, o, lse, **options)
+        return triton.backward(do, q, k, v, o, lse, out=out, base=base, **options)
     library, _, name = operator_names(q.device)  # type: ignore[misc]
     seed, offset = _no_dropout(q.device)
     num_rows, num_keys = q.shape[2], k.shape[2]
@@ -139,7 +149,9 @@ def backward(
             grads = getattr(_aten, name)(
                 do, q, k, v, o, lse, None, None, num_rows, num_keys, 0.0, causal, seed, offset, scale=scale
             )
-    dq, dk, dv = (with_strides_of(x, g) for g, x in zip(grads, (q, k, v)))
+    if out is None:
+        grads = [with_strides_of(x, g) for g, x in zip(grads, (q, k, v))]
+    dq, dk, dv = written(out, base, grads)
     return dq, dk, dv
 
 

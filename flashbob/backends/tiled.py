@@ -8,13 +8,14 @@ group's rows with the group's keys needs no copy of the keys, and a product cont
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..masking import causal_mask, dropout_keep_mask
+from . import written
 
 # Elements of one score tile over all batches and heads: a tile's temporaries stay in a CPU's cache, and fill a GPU.
 _TILE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
@@ -148,9 +149,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    out: Sequence[Tensor] | None = None,
+    base: Sequence[Tensor] | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in the dtype and layout of q, k, v."""
+    """dQ, dK, dV in the dtype and layout of q, k, v (or in `out`, added to `base`)."""
     problem = _Problem.of(q, k, **options)
     dq_sum = torch.zeros(q.shape, dtype=problem.dtype, device=q.device)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -169,7 +179,9 @@ def backward(
             dq_rows += (ds @ k_tile).view(dq_rows.shape)
         dk[:, :, keys.start : keys.stop] = dk_sum * problem.scale
         dv[:, :, keys.start : keys.stop] = dv_sum
-    return torch.empty_like(q).copy_(dq_sum.mul_(problem.scale)), dk, dv
+    dq = torch.empty_like(q).copy_(dq_sum.mul_(problem.scale))
+    dq, dk, dv = written(out, base, (dq, dk, dv))
+    return dq, dk, dv
 
 
 def backward_backward(
@@ -183,9 +195,11 @@ def backward_backward(
     o: Tensor,
     lse: Tensor,
     dq: Tensor,
+    *,
+    out: Sequence[Tensor] | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of Φ = ⟨dQ, U_Q⟩ + ⟨dK, U_K⟩ + ⟨dV, U_V⟩ with respect to Q, K, V and dO, each like its input."""
+    """Gradients of Φ = ⟨dQ, U_Q⟩ + ⟨dK, U_K⟩ + ⟨dV, U_V⟩ with respect to Q, K, V and dO, like them; three in `out`."""
     problem = _Problem.of(q, k, **options)
     scale = problem.scale
     delta = _delta(do, o, problem.dtype)
@@ -259,6 +273,7 @@ def backward_backward(
             v_sum += _dropped(p * (f - alpha_tile), g).mT @ do_tile
         grad_k[:, :, keys.start : keys.stop] = k_sum * scale
         grad_v[:, :, keys.start : keys.stop] = v_sum
+    grad_q, grad_k, grad_v = written(out, None, (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v, grad_do
 
 

@@ -4,6 +4,8 @@ Same functions and meaning as `tiled`, in bf16, fp16 and fp32 with fp32 sums. O(
 outputs, at most 16 bytes for a row of a query head.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    out: Sequence[Tensor] | None = None,
+    base: Sequence[Tensor] | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in the dtype and layout of q, k, v."""
-    return _backward.backward(Problem.of(q, k, **options), do.to(q.dtype), q, k, v, o, lse)
+    """dQ, dK, dV in the dtype and layout of q, k, v (or in `out`, added to `base`)."""
+    return _backward.backward(Problem.of(q, k, **options), do.to(q.dtype), q, k, v, o, lse, out, base)
 
 
 def backward_backward(
@@ -38,19 +49,22 @@ def backward_backward(
     o: Tensor,
     lse: Tensor,
     dq: Tensor | None,
+    *,
+    out: Sequence[Tensor] | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of Φ = ⟨dQ, U_Q⟩ + ⟨dK, U_K⟩ + ⟨dV, U_V⟩ with respect to Q, K, V and dO, each like its input.
+    """Gradients of Φ = ⟨dQ, U_Q⟩ + ⟨dK, U_K⟩ + ⟨dV, U_V⟩ with respect to Q, K, V and dO, like them; three in `out`.
 
     dq = None runs the paper's form of the row pass, which computes R = (P ⊙ dP) K in dq's place.
     """
     problem = Problem.of(q, k, **options)
     if u_q is None and u_k is None and u_v is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(do)
+        grad_q, grad_k, grad_v = (x.zero_() for x in out or (torch.empty_like(x) for x in (q, k, v)))
+        return grad_q, grad_k, grad_v, torch.zeros_like(do)
     u_q, u_k, u_v = (None if u is None else u.to(q.dtype) for u in (u_q, u_k, u_v))
     do_ = do.to(q.dtype)
-    grad_q, grad_do, vectors = row_pass(problem, u_q, u_k, u_v, do_, q, k, v, o, lse, dq)
-    grad_k, grad_v = column_pass(problem, u_q, u_k, u_v, do_, q, k, v, vectors)
+    grad_q, grad_do, vectors = row_pass(problem, u_q, u_k, u_v, do_, q, k, v, o, lse, dq, out and out[0])
+    grad_k, grad_v = column_pass(problem, u_q, u_k, u_v, do_, q, k, v, vectors, out and out[1:])
     return grad_q, grad_k, grad_v, grad_do.to(do.dtype)
 
 

@@ -12,6 +12,8 @@ Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -174,6 +176,7 @@ def _backward_rows(
     o_ptr,
     lse_ptr,
     dq_ptr,
+    base_ptr,
     vectors_ptr,
     q_strides,
     k_strides,
@@ -205,6 +208,7 @@ def _backward_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
+    BASE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_blocks = padded_rows // BLOCK_M
@@ -265,8 +269,13 @@ def _backward_rows(
             batch, batch_head, m0, N_q, N_k,
             True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
+    dq *= scale
+    if BASE:
+        base_head = head_pointer(base_ptr, dq_strides, batch, head)
+        offsets = tile_offsets(dq_strides, BLOCK_M, BLOCK_D, WIDE)
+        dq += load_tile(base_head, dq_strides, offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
     dq_head = head_pointer(dq_ptr, dq_strides, batch, head)
-    store_tile(dq_head, dq_strides, dq * scale, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
+    store_tile(dq_head, dq_strides, dq, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -277,6 +286,8 @@ def _backward_keys(
     do_ptr,
     dk_ptr,
     dv_ptr,
+    dk_base_ptr,
+    dv_base_ptr,
     vectors_ptr,
     q_strides,
     k_strides,
@@ -308,6 +319,7 @@ def _backward_keys(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
+    BASE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_blocks = tl.cdiv(N_k, BLOCK_N)
@@ -364,32 +376,48 @@ def _backward_keys(
                 True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
+    dk *= scale
+    if BASE:
+        dk_base = head_pointer(dk_base_ptr, dk_strides, batch, kv_head)
+        dv_base = head_pointer(dv_base_ptr, dv_strides, batch, kv_head)
+        dk_offsets = tile_offsets(dk_strides, BLOCK_N, BLOCK_D, WIDE)
+        dv_offsets = tile_offsets(dv_strides, BLOCK_N, BLOCK_D, WIDE)
+        dk += load_tile(dk_base, dk_strides, dk_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+        dv += load_tile(dv_base, dv_strides, dv_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
     dk_head = head_pointer(dk_ptr, dk_strides, batch, kv_head)
     dv_head = head_pointer(dv_ptr, dv_strides, batch, kv_head)
-    store_tile(dk_head, dk_strides, dk * scale, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    store_tile(dk_head, dk_strides, dk, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
     store_tile(dv_head, dv_strides, dv, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
 
 
 def backward(
-    problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    problem: Problem,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    out: Sequence[Tensor] | None = None,
+    base: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ like q, dK like k, dV like v)."""
+    """(dQ like q, dK like k, dV like v). They are written to `out` if given, of any strides, and `base`, of `out`'s, is added."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v)) if out is None else out
     forced = FORCED.keys() & {"backward_rows", "backward_keys"}
     long = max(problem.num_rows, problem.num_keys) > HOPPER_BEYOND
     own = hopper(q.device) if long and not forced else None
     if own is not None and own.able(problem, (q, k, v, do, o)):
-        dq, vectors = own.backward_rows(
-            problem, do, q, k, v, o, lse, tile=hopper_tile("backward_rows", problem.head_dim)
-        )
+        tile = hopper_tile("backward_rows", problem.head_dim)
+        vectors = own.backward_rows(problem, do, q, k, v, o, lse, dq, base and base[0], tile=tile)
         tile = hopper_tile("backward_keys", problem.head_dim)
-        return dq, *own.backward_keys(problem, do, q, k, v, vectors, tile=tile)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        own.backward_keys(problem, do, q, k, v, vectors, (dk, dv), base and base[1:], tile=tile)
+        return dq, dk, dv
     vectors = problem.row_vectors(NUM_VECTORS)
     row_bytes = problem.head_dim * q.element_size()
 
     tensors = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "o_ptr": o, "lse_ptr": lse.contiguous(), "dq_ptr": dq,
-        "vectors_ptr": vectors, **problem.side_tensors,
+        "base_ptr": base and base[0], "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
     def prepare_rows(tile: dict) -> tuple[int, dict]:
@@ -397,6 +425,7 @@ def backward(
         more = {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(2 * problem.num_keys * row_bytes, num_heads),
+            "BASE": base is not None,
         }  # fmt: skip
         programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
@@ -404,8 +433,8 @@ def backward(
     launch(_backward_rows, problem, tensors, prepare_rows, "backward_rows")
 
     tensors = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "dk_ptr": dk, "dv_ptr": dv, "vectors_ptr": vectors,
-        **problem.side_tensors,
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "dk_ptr": dk, "dv_ptr": dv,
+        "dk_base_ptr": base and base[1], "dv_base_ptr": base and base[2], "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
     def prepare_keys(tile: dict) -> tuple[int, dict]:
@@ -414,7 +443,7 @@ def backward(
         streamed = 2 * group * problem.num_rows * row_bytes
         more = {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
-            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
+            "num_heads": num_heads, "section": problem.section(streamed, num_heads), "BASE": base is not None,
         }  # fmt: skip
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile

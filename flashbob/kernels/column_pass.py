@@ -12,6 +12,8 @@ Source: FlashBoB (arXiv 2609.24089), section 4.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -282,13 +284,14 @@ def column_pass(
     k: Tensor,
     v: Tensor,
     vectors: Tensor,
+    out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(K̃ like k, Ṽ like v). `vectors` are the row pass's, of the same call."""
+    """(K̃ like k, Ṽ like v), written to `out` if given, of any strides. `vectors` are the row pass's, of the same call."""
+    grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if out is None else out
     own = None if "column_pass" in FORCED else hopper(q.device)
     if own is not None and own.able(problem, (q, k, v, do, u_q, u_k, u_v)):
         tile = hopper_tile("column_pass", problem.head_dim)
-        return own.column_pass(problem, u_q, u_k, u_v, do, q, k, v, vectors, tile=tile)
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        return own.column_pass(problem, u_q, u_k, u_v, do, q, k, v, vectors, (grad_k, grad_v), tile=tile)
     tensors = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "u_q_ptr": u_q, "u_k_ptr": u_k, "u_v_ptr": u_v,
         "grad_k_ptr": grad_k, "grad_v_ptr": grad_v, "vectors_ptr": vectors, **problem.side_tensors,

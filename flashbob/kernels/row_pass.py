@@ -343,18 +343,19 @@ def row_pass(
     o: Tensor,
     lse: Tensor,
     dq: Tensor | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Q̃ like q, dÕ like do, row vectors fp32 [4, B·H, padded rows]: L·log2(e), D, α, α D + E).
 
     All tensors but `lse` [B, H, N_q] are [B, H or H_kv, N, d]. At least one of u_q, u_k, u_v is given.
-    Without `dq` the paper's form runs, which computes R in its place.
+    Without `dq` the paper's form runs, which computes R in its place. Q̃ is written to `out` if given, of any strides.
     """
+    grad_q = torch.empty_like(q) if out is None else out
     own = None if "row_pass" in FORCED else hopper(q.device)
     if own is not None and own.able(problem, (q, k, v, do, o, dq, u_q, u_k, u_v)):
         tile = hopper_tile("row_pass", problem.head_dim)
-        return own.row_pass(problem, u_q, u_k, u_v, do, q, k, v, o, lse, dq, tile=tile)
-    grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
-    vectors = problem.row_vectors(NUM_VECTORS)
+        return own.row_pass(problem, u_q, u_k, u_v, do, q, k, v, o, lse, dq, grad_q, tile=tile)
+    grad_do, vectors = torch.empty_like(do), problem.row_vectors(NUM_VECTORS)
     tensors = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "o_ptr": o, "lse_ptr": lse.contiguous(), "dq_ptr": dq,
         "u_q_ptr": u_q, "u_k_ptr": u_k, "u_v_ptr": u_v, "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,

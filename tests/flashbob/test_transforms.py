@@ -134,9 +134,14 @@ def test_compile_without_graph_break(tensors, options, compiler):
     torch.testing.assert_close(gradient(compiled), expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "backward_backward", "tangent"])
+@pytest.mark.parametrize(
+    "name",
+    ["forward", "backward", "backward_backward", "tangent", "backward_packed", "backward_backward_packed"],
+)
 def test_operators_are_registered_correctly(tensors, name):
     q, k, v, do = tensors
+    if name.endswith("packed"):  # for as many heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     tail = (OPTIONS[3]["key_padding_mask"], None, 0.25, True, 7, 0.0, "tiled")
     o, lse = operators.forward(q, k, v, *tail)
     dq, _, _ = operators.backward(do, q, k, v, o, lse, *tail)
@@ -145,9 +150,12 @@ def test_operators_are_registered_correctly(tensors, name):
         "backward": (do, q, k, v, o, lse),
         "backward_backward": (q, None, v, do, q, k, v, o, lse, dq),
         "tangent": (q, None, v, q, k, v, o, lse),
+        "backward_packed": (torch.ones(2, 20, 3, 4, 16, dtype=q.dtype), do, q, k, v, o, lse),
+        "backward_backward_packed": (q, None, v, do, q, k, v, o, lse, dq),
     }[name]
     arguments = tuple(
-        x.detach().requires_grad_(name != "backward_backward") if x is not None else x for x in arguments
+        x.detach().requires_grad_(name in ("forward", "backward", "tangent")) if x is not None else x
+        for x in arguments
     )
     torch.library.opcheck(getattr(torch.ops.flashbob, name).default, (*arguments, *tail))
 

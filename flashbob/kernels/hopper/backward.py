@@ -8,7 +8,8 @@ Its products run while it works on the scores of the tile: the next tile's S in 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +21,7 @@ from .common import (
     COPYING_REGISTERS,
     LOG2E,
     KeySums,
+    add_rows,
     common_arguments,
     item_of_round,
     key_block,
@@ -58,12 +60,13 @@ def _sum_over_keys(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    BASE: gl.constexpr,
 ):
     """The computing warps of `_backward_rows`."""
     q_ring, do_ring, o_ring = held
     k_ring, v_ring = rings
     num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
-    dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows = outputs
+    dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows, base_ptr = outputs
     dtype: gl.constexpr = k_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -136,8 +139,11 @@ def _sum_over_keys(
             mbarrier.arrive(barriers.index(used), count=1)
 
         next_lse = load_lse(lse_ptr, r + 1, rounds, work, CAUSAL, BLOCK_M, ROWS)
+        dq *= scale
+        if BASE:
+            dq = add_rows(dq, base_ptr, dq_strides, batch, head, m0, N_q, HEAD_DIM, SUMS)
         out = (dq_ptr, dq_strides, dq_ptr, dq_ptr)
-        write_rows(dq * scale, out, batch, head, m0, N_q, HEAD_DIM, SUMS, False)
+        write_rows(dq, out, batch, head, m0, N_q, HEAD_DIM, SUMS, False)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -149,6 +155,7 @@ def _backward_rows(
     v_desc,
     lse_ptr,
     dq_ptr,
+    base_ptr,
     vectors_ptr,
     dq_strides,
     vector_stride,
@@ -172,6 +179,7 @@ def _backward_rows(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    BASE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -190,13 +198,13 @@ def _backward_rows(
     rings = (k_ring, v_ring)
     work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
-    outputs = (dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows)
+    outputs = (dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows, base_ptr)
     gl.warp_specialize(
         [
             (
                 _sum_over_keys,
                 (held, rings, barriers, work, lse_ptr, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, BASE),
             ),
             (
                 stream_keys,
@@ -219,6 +227,7 @@ def _sum_over_rows(
     padding,
     scale,
     outputs,
+    bases,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -228,6 +237,7 @@ def _sum_over_rows(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    BASE: gl.constexpr,
 ):
     """The computing warps of `_backward_keys`."""
     k_smem, v_smem = held
@@ -299,9 +309,13 @@ def _sum_over_rows(
 
         if HELD_OPERANDS < 2:
             release(held_used)
+        dk *= scale
+        if BASE:
+            dk = add_rows(dk, bases[0], dk_strides, batch, kv_head, n0, N_k, HEAD_DIM, SUMS)
+            dv = add_rows(dv, bases[1], dv_strides, batch, kv_head, n0, N_k, HEAD_DIM, SUMS)
         offset = split.to(gl.int64) * split_stride
         out_k = (dk_ptr + offset, dk_strides, dk_ptr, dk_ptr)
-        write_rows(dk * scale, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
+        write_rows(dk, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
         out_v = (dv_ptr + offset, dv_strides, dv_ptr, dv_ptr)
         write_rows(dv, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
 
@@ -315,6 +329,8 @@ def _backward_keys(
     vectors_desc,
     dk_ptr,
     dv_ptr,
+    dk_base_ptr,
+    dv_base_ptr,
     dk_strides,
     dv_strides,
     split_stride,
@@ -338,6 +354,7 @@ def _backward_keys(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
+    BASE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -361,8 +378,8 @@ def _backward_keys(
         [
             (
                 _sum_over_rows,
-                (held, rings, vectors_ring, barriers, work, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS),
+                (held, rings, vectors_ring, barriers, work, padding_row, scale, outputs, (dk_base_ptr, dv_base_ptr),
+                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, BASE),
             ),
             (
                 stream_rows,
@@ -376,14 +393,26 @@ def _backward_keys(
 
 
 def backward_rows(
-    problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, tile: dict
-) -> tuple[Tensor, Tensor]:
-    """(dQ like q, row vectors fp32 [2, B·H, padded rows]: L·log2(e), D), of a call that `able` takes."""
-    dq = torch.empty_like(q)
+    problem: Problem,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    base: Tensor | None,
+    *,
+    tile: dict,
+) -> Tensor:
+    """Writes dQ, plus `base`, of dq's strides, if given. Returns row vectors fp32 [2, B·H, padded rows]: L·log2(e), D.
+
+    Of a call that `able` takes.
+    """
     vectors = problem.row_vectors(2)
     tensors = {
         "q_desc": q, "do_desc": do, "o_desc": o, "k_desc": k, "v_desc": v, "lse_ptr": lse.contiguous(),
-        "dq_ptr": dq, "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
+        "dq_ptr": dq, "base_ptr": base, "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -396,23 +425,33 @@ def backward_rows(
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
-            "maxnreg": share_of_registers(tile["num_warps"]),
+            "maxnreg": share_of_registers(tile["num_warps"]), "BASE": base is not None,
         }  # fmt: skip
 
     launch(_backward_rows, problem, tensors, prepare, tile)
-    return dq, vectors
+    return vectors
 
 
 def backward_keys(
-    problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: Tensor, *, tile: dict
-) -> tuple[Tensor, Tensor]:
-    """(dK like k, dV like v), with `backward_rows`' row vectors."""
+    problem: Problem,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    vectors: Tensor,
+    out: tuple[Tensor, Tensor],
+    base: Sequence[Tensor] | None,
+    *,
+    tile: dict,
+) -> None:
+    """Writes dK and dV, with `backward_rows`' row vectors; plus `base`, of their strides, where k has as many heads as q."""
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    sums = KeySums(problem, k, v, block_n)
+    sums = KeySums(problem, out, block_n)
     sums_k, sums_v = sums.written
+    base_k, base_v = base or (None, None)
     tensors = {
         "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "vectors_desc": vectors, "dk_ptr": sums_k, "dv_ptr": sums_v,
-        "padding": problem.side_tensors["padding"],
+        "dk_base_ptr": base_k, "dv_base_ptr": base_v, "padding": problem.side_tensors["padding"],
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -423,8 +462,8 @@ def backward_keys(
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:],
-            "maxnreg": share_of_registers(tile["num_warps"]),
+            "maxnreg": share_of_registers(tile["num_warps"]), "BASE": base is not None,
         }  # fmt: skip
 
     launch(_backward_keys, problem, tensors, prepare, tile)
-    return sums.finish()
+    sums.finish()

@@ -247,6 +247,35 @@ def release(barrier):
 
 
 @gluon.jit
+def rows_of(
+    pointer,
+    strides,
+    batch,
+    head,
+    first,
+    end,
+    shape: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Pointers, in 64 bits, to the rows of one head from `first` on, and which of them exist: below `end` and HEAD_DIM."""
+    rows = first + gl.arange(0, shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    exists = (rows < end)[:, None]
+    if shape[1] != HEAD_DIM:
+        exists = exists & (dims < HEAD_DIM)[None, :]
+    pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    return pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3], exists
+
+
+@gluon.jit
+def add_rows(tile, pointer, strides, batch, head, first, end, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """The fp32 tile plus the rows of a tensor that it stands for."""
+    pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, HEAD_DIM, LAYOUT)
+    return tile + gl.load(pointers, exists, 0.0).to(gl.float32)
+
+
+@gluon.jit
 def write_rows(
     tile,
     out,
@@ -270,13 +299,7 @@ def write_rows(
         thread_barrier()
         async_store(desc, [batch, head, first, 0], staging)
     else:
-        rows = first + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-        dims = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        exists = (rows < end)[:, None]
-        if tile.shape[1] != HEAD_DIM:
-            exists = exists & (dims < HEAD_DIM)[None, :]
-        pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-        pointers = pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3]
+        pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, HEAD_DIM, LAYOUT)
         gl.store(pointers, tile, exists)
 
 
@@ -312,24 +335,25 @@ def next_tile(start, head, first, end, BLOCK: gl.constexpr):
 
 
 class KeySums:
-    """Where programs of key blocks write two sums over rows, like k and v.
+    """Where programs of key blocks write two sums over rows, whose results are given.
 
     Where there are few key heads a group's query heads are shared out over programs, enough to fill the GPU twice; their
     parts are fp32 and added up in a fixed order, so that results stay the same on every run.
     """
 
-    def __init__(self, problem: Problem, k: Tensor, v: Tensor, block_n: int) -> None:
+    def __init__(self, problem: Problem, results: tuple[Tensor, Tensor], block_n: int) -> None:
         group, heads = problem.heads // problem.kv_heads, problem.batch * problem.kv_heads
         blocks = triton.cdiv(problem.num_keys, block_n)
         splits = number_of_parts(blocks * heads, group, problem.device)
-        self.results = torch.empty_like(k), torch.empty_like(v)
+        self.results = results
         self.members = group // splits  # query heads of a part
         self.num_heads = heads * splits  # of the grid
         self.items = blocks * self.num_heads
         self.written: tuple[Tensor, Tensor] = self.results
         self.split_stride = 0
         if splits > 1:
-            k_parts, v_parts = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
+            shape, device = (2, splits, *results[0].shape), problem.device
+            k_parts, v_parts = torch.empty(shape, dtype=torch.float32, device=device)
             self.written, self.split_stride = (k_parts, v_parts), k_parts.stride(0)
 
     def arguments(self, problem: Problem, streamed: int) -> dict:
@@ -342,11 +366,10 @@ class KeySums:
             "section": section,
         }
 
-    def finish(self) -> tuple[Tensor, Tensor]:
+    def finish(self) -> None:
         if self.written is not self.results and not compiles_ahead():
             for result, parts in zip(self.results, self.written):
                 result.copy_(parts.sum(0))
-        return self.results
 
 
 def number_of_parts(programs: int, group: int, device: torch.device) -> int:

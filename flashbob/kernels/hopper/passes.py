@@ -316,12 +316,13 @@ def column_pass(
     k: Tensor,
     v: Tensor,
     vectors: Tensor,
+    out: tuple[Tensor, Tensor],
     *,
     tile: dict,
 ) -> tuple[Tensor, Tensor]:
     """As `column_pass.column_pass`, of a call that `able` takes."""
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
-    sums = KeySums(problem, k, v, block_n)
+    sums = KeySums(problem, out, block_n)
     sums_k, sums_v = sums.written
     by_copy = BY_COPY and sums_k is sums.results[0] and able(problem, (sums_k, sums_v))
     tensors = {
@@ -347,7 +348,8 @@ def column_pass(
         }  # fmt: skip
 
     launch(_column_pass, problem, tensors, prepare, tile, by_copy)
-    return sums.finish()
+    sums.finish()
+    return out
 
 
 @gluon.jit
@@ -649,11 +651,12 @@ def row_pass(
     o: Tensor,
     lse: Tensor,
     dq: Tensor,
+    out: Tensor,
     *,
     tile: dict,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `row_pass.row_pass`, of a call that `able` takes."""
-    grad_q, grad_do = torch.empty_like(q), torch.empty_like(do)
+    grad_q, grad_do = out, torch.empty_like(do)
     by_copy = BY_COPY and able(problem, (grad_q, grad_do))
     vectors = problem.row_vectors(4)
     tensors = {
