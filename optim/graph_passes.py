@@ -133,7 +133,7 @@ def pack_qkv_gradients(graph: Graph) -> None:
         operators: list[Any] = [_operator_of(x, alone=len(terms) > 1) for x in terms]
         if None in operators or any(x.target != _backward for x in operators[1:]):
             continue
-        packed = None
+        packed: Any = None
         for operator, place in zip(operators, (operators[0], stack)):
             with graph.inserting_before(place):
                 packed = _pack(graph, operator, packed)
@@ -154,7 +154,10 @@ def _stacked(stack: Node) -> list[Any]:
 
 
 def _is_of(gradient: Any, *targets: Any) -> bool:
-    return isinstance(gradient, Node) and gradient.target == getitem and gradient.args[0].target in targets
+    if not isinstance(gradient, Node) or gradient.target != getitem:
+        return False
+    source: Any = gradient.args[0]
+    return source.target in targets
 
 
 def _operator_of(gradients: Sequence[Any], alone: bool) -> Any:

@@ -63,8 +63,10 @@ def backward_backward(
         return grad_q, grad_k, grad_v, torch.zeros_like(do)
     u_q, u_k, u_v = (None if u is None else u.to(q.dtype) for u in (u_q, u_k, u_v))
     do_ = do.to(q.dtype)
-    grad_q, grad_do, vectors = row_pass(problem, u_q, u_k, u_v, do_, q, k, v, o, lse, dq, out and out[0])
-    grad_k, grad_v = column_pass(problem, u_q, u_k, u_v, do_, q, k, v, vectors, out and out[1:])
+    grad_q, grad_do, vectors = row_pass(
+        problem, u_q, u_k, u_v, do_, q, k, v, o, lse, dq, out[0] if out else None
+    )
+    grad_k, grad_v = column_pass(problem, u_q, u_k, u_v, do_, q, k, v, vectors, out[1:] if out else None)
     return grad_q, grad_k, grad_v, grad_do.to(do.dtype)
 
 

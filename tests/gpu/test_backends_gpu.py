@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashbob import operators
 from flashbob.backends import fused, tiled
 from flashbob.kernels import tuning
 from tests.oracle import make_inputs
@@ -58,6 +59,33 @@ def test_all_three_passes(name, case, head_dim):
         assert x.dtype == like.dtype and x.stride() == torch.empty_like(like).stride()
         error = ((x.double() - y).norm() / y.norm()).item()
         assert error <= tolerance, f"{error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["fused", "triton"])
+def test_packed_gradients_and_their_sum(name):
+    heads, lengths, options = CASES["causal"]
+    options: dict[str, Any] = PLAIN | {"scale": 64**-0.5} | options
+    tail = None, None, options["scale"], True, None, 0.0
+    q, k, v, do, us = make_inputs(heads, lengths, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    o, lse = operators.forward(q, k, v, *tail, name)
+    first = operators.backward_packed(None, do, q, k, v, o, lse, *tail, name)
+    dq = first.select(2, 0).transpose(1, 2)
+    second, grad_do = operators.backward_backward_packed(*us, do, q, k, v, o, lse, dq, *tail, name)
+    both = operators.backward_packed(second, do, q, k, v, o, lse, *tail, name)
+
+    q64, k64, v64, do64, *us64 = (x.double() for x in (q, k, v, do, *us))
+    o64, lse64 = tiled.forward(q64, k64, v64, **options)
+    first64 = tiled.backward(do64, q64, k64, v64, o64, lse64, **options)
+    *second64, grad_do64 = tiled.backward_backward(
+        us64[0], us64[1], us64[2], do64, q64, k64, v64, o64, lse64, first64[0], **options
+    )
+    assert torch.isfinite(both).all()
+    for part in range(3):
+        wanted = first64[part], second64[part], first64[part] + second64[part]
+        for packed, y in zip((first, second, both), wanted):
+            x = packed.select(2, part).transpose(1, 2).double()
+            assert ((x - y).norm() / y.norm()).item() <= 3.3e-3
+    assert ((grad_do.double() - grad_do64).norm() / grad_do64.norm()).item() <= 3.3e-3
 
 
 def test_a_search_stores_what_it_found(monkeypatch, tmp_path):
