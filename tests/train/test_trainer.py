@@ -35,12 +35,19 @@ from tests.train.launch import (
     train_here,
     wait_for_step,
 )
-from train.checkpoint import list_checkpoints
+from train.checkpoint import CheckpointError, list_checkpoints
 from train.wandb_log import records
 
 pytestmark = pytest.mark.xdist_group("trainer")  # they share runs: one process for all
 
 DROPOUT = "model.dropout=0.1"
+SERIES = (
+    "step",
+    "train/loss",
+    "val/loss",
+    "train/grad_norm",
+    "hessian/norm",
+)  # the same bits, however a run came there
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +104,9 @@ def test_learning_rate_schedule(uninterrupted):
 def test_a_finished_run_says_so(uninterrupted):
     directory = uninterrupted["adamw"]
     before = (directory / "metrics.jsonl").read_bytes()
-    result = train(*SMALL, *ADAMW, DROPOUT, f"run.dir={directory.name}", cwd=directory.parent)
+    # What changes nothing about the numbers may differ.
+    other = ("train.log_every=2", "logger=jsonl", f"run.dir={directory.name}")
+    result = train(*SMALL, *ADAMW, DROPOUT, *other, cwd=directory.parent)
     assert "already complete" in result.stdout
     assert (directory / "metrics.jsonl").read_bytes() == before
 
@@ -225,32 +234,32 @@ def test_math_and_flashbob_agree_over_50_steps(tmp_path):
 # --- stopping and going on --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arm", "step"), [("adamw", 6), ("sophia", 3), ("sophia", 9)])
-def test_a_killed_run_resumes_bit_for_bit(arm, step, uninterrupted, tmp_path):
-    arguments = (*SMALL, *(SOPHIA if arm == "sophia" else ADAMW), DROPOUT, "run.dir=run")
-    process = start(*arguments, cwd=tmp_path)
-    wait_for_step(tmp_path / "run", step, process)
-    kill_group(process)
-    assert len(rows(tmp_path / "run")) < 12
-    result = train(*arguments, cwd=tmp_path)
-    if step > 4:
-        assert f"continues after step {step // 4 * 4}" in result.stdout
-    for key in ("step", "train/loss", "val/loss", "train/grad_norm", "hessian/norm"):
-        assert series(tmp_path / "run", key) == series(uninterrupted[arm], key)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_signal_checkpoints_and_ends_well(number, uninterrupted, tmp_path):
+def test_a_run_that_is_killed_twice_resumes_bit_for_bit(uninterrupted, tmp_path):
+    """Before its first checkpoint, and after its second. An AdamW run is killed where the disk is full."""
     arguments = (*SMALL, *SOPHIA, DROPOUT, "run.dir=run")
-    process = start(*arguments, cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 2, process)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    done = len(rows(tmp_path / "run"))
-    if done < 12:
-        assert f"stopped by signal {int(number)} after step {done}" in output
-    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{done:08d}.pt"
+    for step in (3, 9):
+        process = start(*arguments, cwd=tmp_path)
+        wait_for_step(tmp_path / "run", step, process)
+        kill_group(process)
+        assert len(rows(tmp_path / "run")) < 12
+    result = train(*arguments, cwd=tmp_path)
+    assert "continues after step 8" in result.stdout
+    for key in SERIES:
+        assert series(tmp_path / "run", key) == series(uninterrupted["sophia"], key)
+
+
+def test_a_stop_signal_checkpoints_and_ends_well(uninterrupted, tmp_path):
+    arguments = (*SMALL, *SOPHIA, DROPOUT, "run.dir=run")
+    done = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        process = start(*arguments, cwd=tmp_path)
+        wait_for_step(tmp_path / "run", done + 2, process)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        done = len(rows(tmp_path / "run"))
+        assert done < 12 and f"stopped by signal {int(number)} after step {done}" in output
+        assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{done:08d}.pt"
     train(*arguments, cwd=tmp_path)
     assert series(tmp_path / "run", "train/loss") == series(uninterrupted["sophia"], "train/loss")
 
@@ -301,22 +310,20 @@ def test_a_truncated_checkpoint(uninterrupted, tmp_path):
 
     for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
         path.write_bytes(b"")
-    result = train(*arguments, cwd=tmp_path, expect=1)
-    (line,) = result.stderr.splitlines()
-    assert "no checkpoint in it is complete" in line
+    with pytest.raises(CheckpointError, match="no checkpoint in it is complete"):
+        train_here(*SMALL, *SOPHIA, DROPOUT, run=tmp_path / "run")
 
 
 def test_resume_refuses_another_configuration(tmp_path):
+    from train.config import ConfigError
+
     arguments = (*SMALL, *ADAMW, "run.dir=run")
     train_here(*arguments, "train.max_steps=4", run=tmp_path / "run")
     result = train(*arguments, "optim.lr=1e-3", "seed=3", cwd=tmp_path, expect=1)
     (line,) = result.stderr.splitlines()
     assert "optim.lr: 0.003 → 0.001; seed: 17 → 3; train.max_steps: 4 → 12" in line
-    # What changes nothing about the numbers may differ.
-    result = train(*arguments, "train.max_steps=4", "train.log_every=2", "logger=jsonl", cwd=tmp_path)
-    assert "already complete" in result.stdout
-    result = train(*arguments, "train.max_steps=4", "train.resume=never", cwd=tmp_path, expect=1)
-    assert "has checkpoints that would be lost" in result.stderr
+    with pytest.raises(ConfigError, match="has checkpoints that would be lost"):
+        train_here(*arguments, "train.max_steps=4", "train.resume=never", run=tmp_path / "run")
 
 
 def test_a_checkpoint_from_before_a_key_existed_goes_on(uninterrupted):
@@ -366,7 +373,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(uninterrupted, tmp_path):
     assert re.search(r"step-000000(08|12)\.pt: the checkpoint could not be written", line)
     assert list(folder.iterdir()) == [last] and last.read_bytes() == before
     train(*arguments, cwd=tmp_path)  # with space again
-    assert series(tmp_path / "run", "train/loss") == series(uninterrupted["adamw"], "train/loss")
+    for key in SERIES:
+        assert series(tmp_path / "run", key) == series(uninterrupted["adamw"], key)
 
 
 # --- numbers that are not finite --------------------------------------------------------------------------------------
@@ -380,8 +388,10 @@ def test_a_loss_that_is_not_finite(processes, tmp_path):
     assert re.search(r"step 2: train/(loss|grad_norm) is not finite; the weights are those of step 1", line)
     assert len(rows(tmp_path / "stop")) == 1
 
-    skip = (*broken, "optim.on_nonfinite=skip", "run.dir=skip")
-    result = train(*skip, cwd=tmp_path, expect=1, processes=processes)
+
+def test_losses_that_are_not_finite_are_skipped_ten_times_by_two_ranks(tmp_path):
+    broken = (*SMALL, *SOPHIA, "optim.lr=1e200", "optim.warmup_steps=0", "optim.on_nonfinite=skip")
+    result = train(*broken, "run.dir=skip", cwd=tmp_path, expect=1, processes=2)
     assert "10 times in a row" in result.stderr
     recorded = rows(tmp_path / "skip")
     assert [row["step"] for row in recorded if "train/nonfinite" in row] == list(range(2, 11))
