@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -118,6 +119,8 @@ def start(world: World, device: "torch.device") -> None:
 
 def shutdown() -> None:
     """Leave the process group."""
+    if "torch.distributed" not in sys.modules:
+        return  # none was joined: a wrong command line ends without waiting for torch to be imported
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -5,6 +5,7 @@ So what counts when a run goes on is what is there: on the server, or in the run
 """
 
 import json
+import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,8 @@ from typing import Any
 
 from train.config import Config, ConfigError, WandbConfig, public_dict
 
-SECONDS_FOR_THE_SERVER = 30  # to answer when a run starts
+# That the server has to answer when a run starts.
+SECONDS_FOR_THE_SERVER = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))
 
 
 class WandbLog:

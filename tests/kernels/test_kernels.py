@@ -129,14 +129,15 @@ FEATURES = {
 }
 
 
-def with_mask(options, batch, num_keys):
-    wanted = "key_padding_mask" in options
-    return options | {"key_padding_mask": padding_mask(batch, num_keys)} if wanted else options
+def feature(mask, num_keys):
+    """What `compare` takes of a feature. Two sequences where padding, and once dropout with it, tells them apart."""
+    padded = "key_padding_mask" in mask
+    return mask | ({"batch": 2, "key_padding_mask": padding_mask(2, num_keys)} if padded else {"batch": 1})
 
 
 @pytest.mark.parametrize("mask,heads,lengths", FEATURES.values(), ids=FEATURES)
 def test_features(mask, heads, lengths):
-    compare(heads, lengths, **with_mask(mask, 2, lengths[1]))
+    compare(heads, lengths, **feature(mask, lengths[1]))
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
@@ -145,7 +146,7 @@ def test_features(mask, heads, lengths):
 )
 def test_features_in_low_precision(name, dtype):
     mask, heads, lengths = FEATURES[name]
-    compare(heads, lengths, head_dim=32, dtype=dtype, **with_mask(mask, 2, lengths[1]))
+    compare(heads, lengths, head_dim=32, dtype=dtype, **feature(mask, lengths[1]))
 
 
 @pytest.mark.parametrize("length", [2, 15, 16, 17, 63, 64, 257])
@@ -334,11 +335,11 @@ SOME_FEATURES = [
 
 
 @pytest.mark.parametrize("name", BASELINES)
-@pytest.mark.parametrize("feature", SOME_FEATURES)
-def test_baselines(name, feature):
-    mask, heads, lengths = FEATURES[feature]
+@pytest.mark.parametrize("features", SOME_FEATURES)
+def test_baselines(name, features):
+    mask, heads, lengths = FEATURES[features]
     backend = importlib.import_module(f"flashbob.backends.{name}")
-    compare(heads, lengths, backend=backend, **with_mask(mask, 2, lengths[1]))
+    compare(heads, lengths, backend=backend, **feature(mask, lengths[1]))
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -353,7 +354,7 @@ def test_through_sdpa_bob_and_autograd(backend):
     """The backends by their names, under autograd twice over, with grouped heads and a rectangular causal mask."""
     import flashbob
 
-    inputs = make_inputs((4, 2), (40, 50), dtype=torch.float32, device=DEVICE)
+    inputs = make_inputs((4, 2), (40, 50), batch=1, dtype=torch.float32, device=DEVICE)
     with flashbob.set_backend(backend):
         got = second_order(lambda *qkv: flashbob.sdpa_bob(*qkv, is_causal=True), *inputs)
     *tensors, cotangents = inputs

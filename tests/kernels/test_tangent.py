@@ -17,8 +17,8 @@ from tests.kernels.test_kernels import (
     TOLERANCE,
     WITH_DROPOUT,
     complete,
+    feature,
     kernels,
-    with_mask,
 )
 from tests.oracle import make_inputs, reference_attention
 
@@ -48,14 +48,14 @@ def compare(
 
 @pytest.mark.parametrize("mask,heads,lengths", FEATURES.values(), ids=FEATURES)
 def test_features(mask, heads, lengths):
-    compare(heads, lengths, **with_mask(mask, 2, lengths[1]))
+    compare(heads, lengths, **feature(mask, lengths[1]))
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 @pytest.mark.parametrize("name", ["causal-gqa-square", "window-mha-wide-dropout"])
 def test_features_in_low_precision(name, dtype):
     mask, heads, lengths = FEATURES[name]
-    compare(heads, lengths, head_dim=32, dtype=dtype, **with_mask(mask, 2, lengths[1]))
+    compare(heads, lengths, head_dim=32, dtype=dtype, **feature(mask, lengths[1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -240,7 +240,7 @@ def test_a_kept_gradient_is_as_good_as_logits_made_again():
 
 
 def models(dtype=torch.float64):
-    config = dict(block_size=16, vocab_size=VOCAB, num_layers=2, num_heads=2, embed_dim=32)
+    config = dict(block_size=16, vocab_size=VOCAB, num_layers=1, num_heads=2, embed_dim=32)
     torch.manual_seed(0)
     one = GPT(GPTConfig(**config), attention_function("tiled")).to(dtype)
     two = GPT(GPTConfig(**config, loss_chunk=7), attention_function("tiled")).to(dtype)
@@ -285,9 +285,9 @@ def test_traced_and_compiled_and_under_autocast():
 
 
 def test_a_run_with_a_chunked_loss_is_the_same_run(tmp_path):
-    from tests.train.launch import SMALL, SOPHIA, series, train
+    from tests.train.launch import SMALL, SOPHIA, series, train_here
 
     for name, chunk in (("whole", "null"), ("chunked", "20")):
-        train(*SMALL, *SOPHIA, f"model.loss_chunk={chunk}", f"run.dir={name}", cwd=tmp_path)
+        train_here(*SMALL, *SOPHIA, f"model.loss_chunk={chunk}", run=tmp_path / name)
     for key in ("train/loss", "val/loss", "hessian/norm"):
         assert series(tmp_path / "chunked", key) == pytest.approx(series(tmp_path / "whole", key), rel=1e-9)

@@ -29,6 +29,8 @@ from tests.train.launch import (
 from train.checkpoint import list_checkpoints, load
 from train.wandb_log import read_offline
 
+pytestmark = pytest.mark.xdist_group("faults")  # they wait more than they compute: not all at the end
+
 KILLS = int(os.environ.get("KILLS", 5))  # 20 have been tried
 STEPS_BETWEEN = 15  # at most
 
@@ -153,6 +155,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path):
 def test_a_run_without_wandbs_server_records_offline(tmp_path):
     """Nothing listens at the address; without a login there is one line before the first step."""
     nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    nowhere |= {"WANDB_INIT_TIMEOUT": "3", "WANDB_HTTP_TIMEOUT": "2"}  # seconds
     setting = (*SMALL, "arm=adamw", "logger=wandb", "run.dir=run")
     result = train(*setting, cwd=tmp_path, **nowhere)
     assert "warning: wandb's server cannot be reached" in result.stdout

@@ -490,13 +490,11 @@ def test_recomputed_blocks_in_a_compiled_step():
 
 
 def test_a_run_with_recomputed_blocks_is_the_same_run(tmp_path):
-    from tests.train.launch import SMALL, SOPHIA, series, train
+    from tests.train.launch import SMALL, SOPHIA, series, train_here
 
+    run = (*SMALL, *SOPHIA, "model.dropout=0.1", "train.max_steps=6")
     for recomputed in ("false", "true"):
-        train(
-            *SMALL, *SOPHIA, "model.dropout=0.1", "train.max_steps=6", f"model.recompute_blocks={recomputed}",
-            f"run.dir=recomputed-{recomputed}", cwd=tmp_path,
-        )  # fmt: skip
+        train_here(*run, f"model.recompute_blocks={recomputed}", run=tmp_path / f"recomputed-{recomputed}")
     for key in ("train/loss", "val/loss", "hessian/norm"):
         got, expected = (
             series(tmp_path / f"recomputed-{recomputed}", key) for recomputed in ("true", "false")

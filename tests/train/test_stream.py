@@ -42,7 +42,7 @@ def uninterrupted(corpus, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(2))
 def test_a_killed_run_goes_on_with_the_same_tokens(corpus, uninterrupted, tmp_path, attempt):
     call = arguments(corpus, *SOPHIA, "data.num_workers=2")
     process = start(*call, cwd=tmp_path)
