@@ -28,9 +28,9 @@ from .common import (
     keys_of_rows,
     load_lse,
     load_padding,
+    number_of_programs,
     number_of_rounds,
     release,
-    resident_programs,
     row_block,
     rows_of_keys,
     share_of_registers,
@@ -142,7 +142,7 @@ def _sum_over_keys(
         dq *= scale
         if BASE:
             dq = add_rows(dq, base_ptr, dq_strides, batch, head, m0, N_q, HEAD_DIM, SUMS)
-        out = (dq_ptr, dq_strides, dq_ptr, dq_ptr)
+        out = (dq_ptr, dq_strides, dq_ptr, dq_ptr, 0)
         write_rows(dq, out, batch, head, m0, N_q, HEAD_DIM, SUMS, False)
 
 
@@ -314,9 +314,9 @@ def _sum_over_rows(
             dk = add_rows(dk, bases[0], dk_strides, batch, kv_head, n0, N_k, HEAD_DIM, SUMS)
             dv = add_rows(dv, bases[1], dv_strides, batch, kv_head, n0, N_k, HEAD_DIM, SUMS)
         offset = split.to(gl.int64) * split_stride
-        out_k = (dk_ptr + offset, dk_strides, dk_ptr, dk_ptr)
+        out_k = (dk_ptr + offset, dk_strides, dk_ptr, dk_ptr, 0)
         write_rows(dk, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
-        out_v = (dv_ptr + offset, dv_strides, dv_ptr, dv_ptr)
+        out_v = (dv_ptr + offset, dv_strides, dv_ptr, dv_ptr, 0)
         write_rows(dv, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
 
 
@@ -419,12 +419,13 @@ def backward_rows(
         block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
         num_heads = problem.batch * problem.heads
         streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
-        programs = resident_programs(problem, problem.padded_rows // block_m * num_heads, tile["num_warps"])
-        return programs, common_arguments(problem) | tile | {
+        order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
+        items = problem.padded_rows // block_m * num_heads
+        programs = number_of_programs(problem, items, order, tile["num_warps"])
+        return programs, common_arguments(problem) | order | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m), "o_desc": tile_descriptor(o, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
-            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
             "maxnreg": share_of_registers(tile["num_warps"]), "BASE": base is not None,
         }  # fmt: skip
 
@@ -456,8 +457,9 @@ def backward_keys(
 
     def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 2 * problem.head_dim * q.element_size()
-        programs = resident_programs(problem, sums.items, tile["num_warps"])
-        return programs, common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
+        order = sums.arguments(problem, streamed)
+        programs = number_of_programs(problem, sums.items, order, tile["num_warps"])
+        return programs, common_arguments(problem) | order | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vectors_desc": vectors_descriptor(vectors, block_m),

@@ -291,13 +291,14 @@ def write_rows(
 
     Whoever writes there next waits with `copies_read`.
     """
-    pointer, strides, desc, staging = out
+    pointer, strides, desc, staging, index = out
     tile = tile.to(pointer.dtype.element_ty)
     if BY_COPY:
-        staging.reshape(tile.shape).store(tile)
+        buffer = staging.index(index)
+        buffer.reshape(tile.shape).store(tile)
         fence_async_shared()
         thread_barrier()
-        async_store(desc, [batch, head, first, 0], staging)
+        async_store(desc, [batch, head, first, 0], buffer)
     else:
         pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, HEAD_DIM, LAYOUT)
         gl.store(pointers, tile, exists)
@@ -377,15 +378,23 @@ def number_of_parts(programs: int, group: int, device: torch.device) -> int:
     return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
 
 
-def resident_programs(problem: Problem, items: int, num_warps: int) -> int:
-    """As many programs as run at once: two of four computing warps on a multiprocessor, or one of eight."""
-    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    return min(items, multiprocessors * 8 // num_warps)
+def number_of_programs(problem: Problem, items: int, order: dict, num_warps: int) -> int:
+    """As many programs as run at once, two of four computing warps on a multiprocessor or one of eight, which go from item to
+    item; or one for each item, which the hardware hands out as others end.
+
+    Going on saves an item's start, but only where items dealt out in turn are as much work for every program: where they
+    are alike, or ordered by work from first to last, which they are not in several sections.
+    """
+    window = problem.window_size
+    alike = not problem.is_causal or (window is not None and 4 * window <= problem.num_keys)
+    if not alike and order["section"] < order["num_heads"]:
+        return items
+    return min(items, torch.cuda.get_device_properties(problem.device).multi_processor_count * 8 // num_warps)
 
 
 def share_of_registers(num_warps: int) -> int:
     """Registers a thread when the kernel starts, with the four warps among which the copying one is: for as many programs on a
-    multiprocessor as `resident_programs` counts. The copying warp then hands most of its share over."""
+    multiprocessor as `number_of_programs` counts. The copying warp then hands most of its share over."""
     return 128 if num_warps == 4 else 168
 
 

@@ -31,7 +31,6 @@ from .common import (
     LOG2E,
     KeySums,
     able,
-    async_load,
     common_arguments,
     copies_read,
     item_of_round,
@@ -39,9 +38,9 @@ from .common import (
     keys_of_rows,
     load_lse,
     load_padding,
+    number_of_programs,
     number_of_rounds,
     release,
-    resident_programs,
     row_block,
     rows_of_keys,
     share_of_registers,
@@ -52,9 +51,6 @@ from .common import (
     vectors_descriptor,
     write_rows,
 )
-
-BY_COPY = True
-ALONE = False
 
 
 @gluon.jit
@@ -211,9 +207,9 @@ def _sum_over_rows(
         if HELD_OPERANDS < 4:
             release(held_free)
         offset = split.to(gl.int64) * split_stride
-        out_k = (grad_k_ptr + offset, grad_k_strides, grad_k_desc, staging.index(0))
+        out_k = (grad_k_ptr + offset, grad_k_strides, grad_k_desc, staging, 0)
         write_rows(k_sum * scale, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
-        out_v = (grad_v_ptr + offset, grad_v_strides, grad_v_desc, staging.index(1))
+        out_v = (grad_v_ptr + offset, grad_v_strides, grad_v_desc, staging, 1)
         write_rows(v_sum, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
     copies_read(BY_COPY)
 
@@ -326,7 +322,7 @@ def column_pass(
     block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
     sums = KeySums(problem, out, block_n)
     sums_k, sums_v = sums.written
-    by_copy = BY_COPY and sums_k is sums.results[0] and able(problem, (sums_k, sums_v))
+    by_copy = sums_k is sums.results[0] and able(problem, (sums_k, sums_v))
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
         "vectors_desc": vectors, "grad_k_desc": sums_k if by_copy else k, "grad_v_desc": sums_v if by_copy else k,
@@ -342,8 +338,9 @@ def column_pass(
         for name in ("grad_k_desc", "grad_v_desc"):
             descriptors[name] = tile_descriptor(tensors[name], block_n)
         streamed = 3 * problem.head_dim * q.element_size()
-        programs = resident_programs(problem, sums.items, tile["num_warps"])
-        return programs, descriptors | common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
+        order = sums.arguments(problem, streamed)
+        programs = number_of_programs(problem, sums.items, order, tile["num_warps"])
+        return programs, descriptors | common_arguments(problem) | order | tile | {
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:],
             "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
@@ -538,10 +535,10 @@ def _sum_over_keys(
         o = o_smem.load(SUMS)
         release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
         grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
-        out_q = (grad_q_ptr, grad_q_strides, grad_q_desc, staging.index(0))
+        out_q = (grad_q_ptr, grad_q_strides, grad_q_desc, staging, 0)
         write_rows(grad_q, out_q, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
         grad_do = do_sum - alpha * o.to(gl.float32)  # dÕ = dÕ° − α O
-        out_do = (grad_do_ptr, grad_do_strides, grad_do_desc, staging.index(1))
+        out_do = (grad_do_ptr, grad_do_strides, grad_do_desc, staging, 1)
         write_rows(grad_do, out_do, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
     copies_read(BY_COPY)
 
@@ -641,297 +638,6 @@ def _row_pass(
     )  # fmt: skip
 
 
-@gluon.jit
-def _fetch_rows(
-    descs, held, barrier, r, rounds, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
-):
-    """Order q, dO, U_Q and O of a round's rows, if there is one."""
-    num_blocks, num_heads, section, H, GROUP, _, _, _ = work
-    block, _, batch, head, _ = row_block(item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL)
-    pred = r < rounds
-    mbarrier.expect(barrier, len(held) * BLOCK_M * BLOCK_D * 2, pred=pred)
-    for i in gl.static_range(len(held)):
-        async_load(descs[i], [batch, head, block * BLOCK_M, 0], barrier, held[i], pred=pred)
-
-
-@gluon.jit
-def _fetch_keys(descs, rings, barriers, slot, place, rounds, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Order a tile of keys, if there is one more."""
-    r, batch, kv_head, n0, _ = place
-    pred = r < rounds
-    here = barriers.index(slot)
-    mbarrier.expect(here, len(rings) * BLOCK_N * BLOCK_D * 2, pred=pred)
-    for i in gl.static_range(len(rings)):
-        async_load(descs[i], [batch, kv_head, n0, 0], here, rings[i].index(slot), pred=pred)
-
-
-@gluon.jit
-def _keys_of_round(
-    r, work, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """(round, batch, key head, first key, end of the keys) of a round's rows: at least one tile."""
-    num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
-    block, _, batch, _, kv_head = row_block(
-        item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL
-    )
-    lo, hi, _, _ = keys_of_rows(block * BLOCK_M, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    return r, batch, kv_head, lo, gl.maximum(hi, lo + 1)
-
-
-@gluon.jit
-def _following_keys(
-    place, work, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """The tile after this one: the next keys, or the first of the next round."""
-    r, batch, kv_head, n0, hi = place
-    n0 += BLOCK_N
-    if n0 >= hi:
-        r, batch, kv_head, n0, hi = _keys_of_round(r + 1, work, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    return r, batch, kv_head, n0, hi
-
-
-@gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def _row_pass_alone(
-    q_desc,
-    do_desc,
-    u_q_desc,
-    o_desc,
-    dq_desc,
-    k_desc,
-    v_desc,
-    u_k_desc,
-    u_v_desc,
-    grad_q_desc,
-    grad_do_desc,
-    lse_ptr,
-    grad_q_ptr,
-    grad_do_ptr,
-    vectors_ptr,
-    grad_q_strides,
-    grad_do_strides,
-    vector_stride,
-    padded_rows,
-    padding,
-    padding_strides,
-    scale,
-    window,
-    H,
-    GROUP,
-    N_q,
-    N_k,
-    num_heads,
-    section,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    PADDING: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    HELD_OPERANDS: gl.constexpr,
-    BY_COPY: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    dtype: gl.constexpr = q_desc.dtype
-    PAIR: gl.constexpr = num_warps == 8
-    GROUPS: gl.constexpr = 2 if PAIR else 1
-    EARLY: gl.constexpr = HELD_OPERANDS == 3
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_D // GROUPS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
-    u_q_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, BLOCK_D], u_q_desc.layout)
-    o_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
-    last_o, last_dq = o_smem, q_smem
-    if EARLY:
-        last_o = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
-        last_dq = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_M, BLOCK_D], dq_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
-    u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
-    operands = q_smem  # of a single warpgroup, unused
-    if PAIR:
-        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
-        operands = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N], SHARED)
-    staging = operands
-    if PAIR and BY_COPY:
-        staging = operands._reinterpret(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    elif BY_COPY:
-        staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES + 2):
-        mbarrier.init(barriers.index(i), count=1)
-
-    held_descs = (q_desc, do_desc, u_q_desc, o_desc)
-    held = (q_smem, do_smem, u_q_smem, o_smem)
-    descs = (k_desc, v_desc, u_k_desc, u_v_desc)
-    rings = (k_ring, v_ring, u_k_ring, u_v_ring)
-    work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
-    num_blocks = padded_rows // BLOCK_M
-    rounds = number_of_rounds(num_blocks * num_heads)
-    zero = 0 * N_q
-    _fetch_rows(held_descs, held, barriers.index(STAGES), zero, rounds, work, CAUSAL, BLOCK_M, BLOCK_D)
-    keys_next = _keys_of_round(zero, work, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    for i in gl.static_range(STAGES - 1):
-        _fetch_keys(descs, rings, barriers, zero + i, keys_next, rounds, BLOCK_D, BLOCK_N)
-        keys_next = _following_keys(keys_next, work, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    slot = zero + STAGES - 1
-
-    keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    stage, phase = zero, zero
-    next_lse = load_lse(lse_ptr, zero, rounds, work, CAUSAL, BLOCK_M, ROWS)
-    for r in range(rounds):
-        block, batch_head, batch, head, _ = row_block(
-            item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL
-        )
-        m0 = block * BLOCK_M
-        lo, hi, full_begin, full_end = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        total = gl.cdiv(gl.maximum(hi - lo, 1), BLOCK_N)
-        rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
-        if PADDING:
-            padding_row = padding + batch.to(gl.int64) * padding_strides[0]
-        lse2 = next_lse * LOG2E
-
-        do = do_smem.reshape([BLOCK_M, BLOCK_D])
-        u_q = u_q_smem.reshape([BLOCK_M, BLOCK_D])
-        mbarrier.wait(barriers.index(STAGES), r & 1)
-        do_tile = do.load(HELD)
-        delta = gl.sum(
-            do_tile.to(gl.float32) * o_smem.reshape([BLOCK_M, BLOCK_D]).load(HELD).to(gl.float32), 1
-        )
-        delta = gl.convert_layout(delta, ROWS)  # D = <dO, O>
-        q = q_smem.reshape([BLOCK_M, BLOCK_D]).load(HELD)
-        if HELD_OPERANDS >= 2:
-            do = do_tile
-        if HELD_OPERANDS >= 3:
-            u_q = u_q.load(HELD)
-        copies_read(BY_COPY)
-        fence_async_shared()
-        thread_barrier()
-        tail = barriers.index(STAGES + 1)
-        if EARLY:
-            mbarrier.expect(tail, 2 * BLOCK_M * BLOCK_D * 2)
-            async_load(o_desc, [batch, head, m0, 0], tail, last_o)
-            async_load(dq_desc, [batch, head, m0, 0], tail, last_dq)
-            _fetch_rows(
-                held_descs, held, barriers.index(STAGES), r + 1, rounds, work, CAUSAL, BLOCK_M, BLOCK_D
-            )
-        else:
-            mbarrier.expect(tail, BLOCK_M * BLOCK_D * 2)
-            async_load(dq_desc, [batch, head, m0, 0], tail, last_dq)
-
-        alpha = _row_sums(nothing, PAIR)
-        e0 = alpha
-        omega = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
-        b = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
-        do_sum = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
-        mbarrier.wait(barriers.index(stage), phase)
-        first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-        s = warpgroup_mma(q, first_k.permute([1, 0]), nothing, use_acc=False)
-        for it in range(total):
-            n0 = lo + it * BLOCK_N
-            k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            v = v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            u_k = u_k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            u_v = u_v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
-            f = warpgroup_mma(u_q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            f = warpgroup_mma(q, u_k.permute([1, 0]), f, is_async=True)
-            c = warpgroup_mma(do, u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
-
-            thread_barrier()  # every warp is done with the tile before: its slot can be filled
-            _fetch_keys(descs, rings, barriers, slot, keys_next, rounds, BLOCK_D, BLOCK_N)
-            keys_next = _following_keys(keys_next, work, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-
-            if PADDING:
-                attended = load_padding(padding_row, padding_strides[1], n0 + keys, N_k)
-            p = gl.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
-            if n0 > full_end or (WINDOW and n0 < full_begin):
-                valid = (n0 + keys < N_k)[None, :]
-                if CAUSAL:
-                    distance = rows[:, None] + (N_k - N_q) - n0 - keys[None, :]
-                    valid = valid & (distance >= 0)
-                    if WINDOW:
-                        valid = valid & (distance < window)
-                p = gl.where(valid, p, 0.0)
-            if PADDING:
-                p = gl.where(attended[None, :], p, 0.0)
-            pb = _share(p.to(dtype), operands, 0, PAIR, OPERAND)
-            if not PAIR:
-                b = warpgroup_mma(pb, k, b, is_async=True)  # P K
-                do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
-                a = warpgroup_mma_wait(5, deps=[a])
-            else:
-                a = warpgroup_mma_wait(3, deps=[a])
-            centered = a - delta[:, None]
-            pc = _share((p * centered).to(dtype), operands, 1, PAIR, OPERAND)
-            _meet(PAIR)
-            if PAIR:
-                b = warpgroup_mma(pb, k, b, is_async=True)  # P K
-                do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
-            omega = warpgroup_mma(pc, u_k, omega, is_async=True)  # dS U_K
-            f = warpgroup_mma_wait(4, deps=[f])
-            f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
-            pf = p * f
-            alpha += _row_sums(pf, PAIR)
-            pf = _share(pf.to(dtype), operands, 2, PAIR, OPERAND)
-            if not PAIR:
-                do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
-                c = warpgroup_mma_wait(4, deps=[c])
-            else:
-                c = warpgroup_mma_wait(3, deps=[c])
-            ps = p * (f * centered + c)  # P ⊙ P̃°
-            e0 += _row_sums(ps, PAIR)
-            ps = _share(ps.to(dtype), operands, 3, PAIR, OPERAND)
-            _meet(PAIR)
-            if PAIR:
-                do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
-            phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-            omega = warpgroup_mma(ps, k, omega, is_async=True)  # (P ⊙ P̃°) K
-            # The next tile's first product runs in the shadow of this one's last.
-            mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
-            next_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
-
-        next_lse = load_lse(lse_ptr, r + 1, rounds, work, CAUSAL, BLOCK_M, ROWS)
-        alpha = _sum_over_threads(alpha, PAIR, ROWS)
-        e0 = _sum_over_threads(e0, PAIR, ROWS)
-        vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
-        stride = vector_stride.to(gl.int64)
-        gl.store(vectors, lse2)
-        gl.store(vectors + stride, delta)
-        gl.store(vectors + 2 * stride, alpha)
-        gl.store(vectors + 3 * stride, e0)  # α D + E = E°
-
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-        e0 = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
-        mbarrier.wait(barriers.index(STAGES + 1), r & 1)
-        dq = last_dq.reshape([BLOCK_M, BLOCK_D]).load(SUMS)
-        o = last_o.reshape([BLOCK_M, BLOCK_D]).load(SUMS)
-        if not EARLY:
-            fence_async_shared()
-            thread_barrier()
-            _fetch_rows(
-                held_descs, held, barriers.index(STAGES), r + 1, rounds, work, CAUSAL, BLOCK_M, BLOCK_D
-            )
-        grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
-        out_q = (grad_q_ptr, grad_q_strides, grad_q_desc, staging.index(0))
-        write_rows(grad_q, out_q, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
-        grad_do = do_sum - alpha * o.to(gl.float32)  # dÕ = dÕ° − α O
-        out_do = (grad_do_ptr, grad_do_strides, grad_do_desc, staging.index(1))
-        write_rows(grad_do, out_do, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
-    copies_read(BY_COPY)
-
-
 def row_pass(
     problem: Problem,
     u_q: Tensor,
@@ -950,7 +656,7 @@ def row_pass(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `row_pass.row_pass`, of a call that `able` takes."""
     grad_q, grad_do = out, torch.empty_like(do)
-    by_copy = BY_COPY and able(problem, (grad_q, grad_do))
+    by_copy = able(problem, (grad_q, grad_do))
     vectors = problem.row_vectors(4)
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "o_desc": o, "dq_desc": dq,
@@ -973,12 +679,12 @@ def row_pass(
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         items = problem.padded_rows // block_m * num_heads
-        programs = resident_programs(problem, items, tile["num_warps"])
-        return programs, descriptors | common_arguments(problem) | tile | {
+        order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
+        programs = number_of_programs(problem, items, order, tile["num_warps"])
+        return programs, descriptors | common_arguments(problem) | order | tile | {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
-            "num_heads": num_heads, "section": problem.section(streamed, num_heads),
-            "maxnreg": None if ALONE else share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
+            "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
         }  # fmt: skip
 
-    launch(_row_pass_alone if ALONE else _row_pass, problem, tensors, prepare, tile, by_copy)
+    launch(_row_pass, problem, tensors, prepare, tile, by_copy)
     return grad_q, grad_do, vectors
