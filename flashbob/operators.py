@@ -180,7 +180,7 @@ def backward_packed(base, do, q, k, v, o, lse, *options):
 
     The backend is "auto", "fused", "triton" or "tiled"."""
     packed = _empty_packed(q)
-    results = {"out": _unpacked(packed), "base": None if base is None else _unpacked(base)}
+    results = {"out": _unpacked(packed), "base": None if base is None else _unpacked(base.contiguous())}
     _run_operator("backward", (do, q, k, v, o, lse), *options, **results)
     return packed
 

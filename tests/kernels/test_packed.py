@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashbob.backends import fused, triton
-from tests.kernels.test_kernels import CAUSAL, DEVICE, FEATURES, LOW_PRECISION, WINDOW, complete, with_mask
+from tests.kernels.test_kernels import CAUSAL, DEVICE, FEATURES, LOW_PRECISION, WINDOW, complete, padding_mask
 from tests.oracle import make_inputs
 
 ON_A_GPU = DEVICE.type == "cuda"
@@ -32,7 +32,9 @@ def test_results_are_the_same_and_a_base_is_added_before_they_are_rounded(
     length, head_dim, options, backend, dtype
 ):
     q, k, v, do, us = make_inputs((2, 2), (length, length), head_dim=head_dim, dtype=dtype, device=DEVICE)
-    options = with_mask(complete(head_dim, **options), 2, length)
+    if "key_padding_mask" in options:
+        options = options | {"key_padding_mask": padding_mask(2, length)}
+    options = complete(head_dim, **options)
     o, lse = backend.forward(q, k, v, **options)
     first = backend.backward(do, q, k, v, o, lse, **options)
     second = backend.backward_backward(*us, do, q, k, v, o, lse, first[0], **options)

@@ -22,6 +22,7 @@ from ..launch import compiles_ahead
 # Their names in triton 3.9, and in 3.6.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+NEW_NAMES = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what it leaves
@@ -160,6 +161,7 @@ def stream_keys(
     and that they are used up. With LATE two more: that the rows of `late_desc` have come, in the place of the first of `held`,
     and that these have been read.
     """
+    gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
     num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
     ROWS_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2
     HELD: gl.constexpr = 2 * STAGES
@@ -212,6 +214,7 @@ def stream_rows(
 
     Barriers as in `stream_keys`, with one stage of `held`.
     """
+    gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
     num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
     TILE_BYTES: gl.constexpr = len(rings) * BLOCK_M * BLOCK_D * 2 + vectors_ring.shape[1] * BLOCK_M * 4
     have, used = barriers.index(2 * STAGES), barriers.index(2 * STAGES + 1)
@@ -302,6 +305,15 @@ def write_rows(
     else:
         pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, HEAD_DIM, LAYOUT)
         gl.store(pointers, tile, exists)
+
+
+@gluon.jit
+def tiles_of(desc, buffer, shape: gl.constexpr):
+    """Shared memory as tiles of a descriptor, [number, *tile]."""
+    if NEW_NAMES:
+        return buffer.reinterpret(desc.dtype, shape, desc.layout)
+    else:
+        return buffer._reinterpret(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit

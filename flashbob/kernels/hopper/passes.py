@@ -48,6 +48,7 @@ from .common import (
     stream_rows,
     thread_barrier,
     tile_descriptor,
+    tiles_of,
     vectors_descriptor,
     write_rows,
 )
@@ -270,7 +271,7 @@ def _column_pass(
         operands = gl.allocate_shared_memory(dtype, [4, BLOCK_N, BLOCK_M], SHARED)
     staging = operands  # where results are copied from: a pair's operands, which are used up at an item's end
     if PAIR and BY_COPY:
-        staging = operands._reinterpret(dtype, [2, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+        staging = tiles_of(k_desc, operands, [2, 1, 1, BLOCK_N, BLOCK_D])
     elif BY_COPY:
         staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
@@ -603,7 +604,7 @@ def _row_pass(
         operands = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N], SHARED)
     staging = operands
     if PAIR and BY_COPY:
-        staging = operands._reinterpret(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+        staging = tiles_of(q_desc, operands, [2, 1, 1, BLOCK_M, BLOCK_D])
     elif BY_COPY:
         staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     barriers = gl.allocate_shared_memory(
