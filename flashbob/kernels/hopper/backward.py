@@ -178,7 +178,7 @@ def _backward_rows(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    HELD_OPERANDS: gl.constexpr,
+    HELD_OPERANDS: gl.constexpr,  # of every tile; both are held here
     BASE: gl.constexpr,
     num_warps: gl.constexpr,
 ):

@@ -8,6 +8,9 @@ row_pass.py and column_pass.py, which serve everything that `able` refuses.
 With d = 128 the sums alone would fill a warpgroup's registers. There two warpgroups (PAIR) share a block: each computes the
 scores of half of the streamed tile and the sums of half of the columns, and the operands of the output products
 (P and its like) pass between them through shared memory.
+
+A program goes from block to block (an item each) where `number_of_programs` says that they are dealt out evenly: a copying warp
+orders the next block's operands during this one, and results leave by TMA.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
