@@ -331,6 +331,11 @@ class Problem:
         shape = (count, self.batch * self.heads, self.padded_rows)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
+    @functools.cached_property
+    def tickets(self) -> Tensor:
+        """A zero, int32: how many of their blocks kernels have handed out. Each starts from zero and ends with it."""
+        return torch.zeros(1, dtype=torch.int32, device=self.device)
+
     def section(self, streamed_bytes_per_head: int, heads: int) -> int:
         """How many heads to work on at a time, so that what they stream stays in half of the L2 cache."""
         if self.device.type != "cuda":

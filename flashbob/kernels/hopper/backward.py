@@ -19,19 +19,17 @@ from ..common import DO_NOT_SPECIALIZE, Problem
 from ..launch import launch
 from .common import (
     COPYING_REGISTERS,
+    ITEM_SIZE,
     LOG2E,
     KeySums,
     add_rows,
     common_arguments,
-    item_of_round,
-    key_block,
     keys_of_rows,
     load_lse,
     load_padding,
     number_of_programs,
-    number_of_rounds,
+    published,
     release,
-    row_block,
     rows_of_keys,
     share_of_registers,
     stream_keys,
@@ -47,7 +45,8 @@ def _sum_over_keys(
     held,
     rings,
     barriers,
-    work,
+    items,
+    sizes,
     lse_ptr,
     padding,
     scale,
@@ -65,7 +64,7 @@ def _sum_over_keys(
     """The computing warps of `_backward_rows`."""
     q_ring, do_ring, o_ring = held
     k_ring, v_ring = rings
-    num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
+    H, N_q, N_k, window = sizes
     dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows, base_ptr = outputs
     dtype: gl.constexpr = k_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -79,26 +78,24 @@ def _sum_over_keys(
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
-    rounds = number_of_rounds(num_blocks * num_heads)
-    stage, phase = 0 * N_q, 0 * N_q
-    next_lse = load_lse(lse_ptr, 0 * N_q, rounds, work, CAUSAL, BLOCK_M, ROWS)
-    for r in range(rounds):
-        block, batch_head, batch, head, _ = row_block(
-            item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL
-        )
+    r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
+    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    block = published(items, 0, 0)
+    while block >= 0:
+        batch, head = published(items, 0, 1), published(items, 0, 2)
+        batch_head = batch * H + head
         m0 = block * BLOCK_M
         lo, hi, full_begin, full_end = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
         rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
+        lse2 = load_lse(lse_ptr, batch_head, rows, N_q) * LOG2E
         if PADDING:
             padding_row = padding[0] + batch.to(gl.int64) * padding[1]
-        mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         q = q_smem.load(HELD)
         do = do_smem.load(HELD)
         delta = gl.sum(do.to(gl.float32) * o_smem.load(HELD).to(gl.float32), 1)
         delta = gl.convert_layout(delta, ROWS)  # D = <dO, O>
         release(barriers.index(2 * STAGES + 1))  # the next item's may come
-        lse2 = next_lse * LOG2E
         vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
         gl.store(vectors, lse2)
         gl.store(vectors + vector_stride.to(gl.int64), delta)
@@ -138,12 +135,14 @@ def _sum_over_keys(
             dq, s = warpgroup_mma_wait(0, deps=[dq, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
-        next_lse = load_lse(lse_ptr, r + 1, rounds, work, CAUSAL, BLOCK_M, ROWS)
         dq *= scale
         if BASE:
             dq = add_rows(dq, base_ptr, dq_strides, batch, head, m0, N_q, HEAD_DIM, SUMS)
         out = (dq_ptr, dq_strides, dq_ptr, dq_ptr, 0)
         write_rows(dq, out, batch, head, m0, N_q, HEAD_DIM, SUMS, False)
+        r += 1
+        mbarrier.wait(barriers.index(2 * STAGES), r & 1)
+        block = published(items, 0, 0)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -170,6 +169,7 @@ def _backward_rows(
     N_k,
     num_heads,
     section,
+    tickets_ptr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -192,23 +192,26 @@ def _backward_rows(
     for i in gl.static_range(2 * STAGES + 2):
         mbarrier.init(barriers.index(i), count=1)
 
+    items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
+    schedule = (tickets_ptr, items)
     held_descs = (q_desc, do_desc, o_desc)
     held = (q_ring, do_ring, o_ring)
     descs = (k_desc, v_desc)
     rings = (k_ring, v_ring)
     work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
+    sizes = (H, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     outputs = (dq_ptr, dq_strides, vectors_ptr, vector_stride, padded_rows, base_ptr)
     gl.warp_specialize(
         [
             (
                 _sum_over_keys,
-                (held, rings, barriers, work, lse_ptr, padding_row, scale, outputs,
+                (held, rings, barriers, items, sizes, lse_ptr, padding_row, scale, outputs,
                  CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, BASE),
             ),
             (
                 stream_keys,
-                (held_descs, held, q_desc, descs, rings, barriers, work,
+                (held_descs, held, q_desc, descs, rings, barriers, schedule, work,
                  CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, 1, False),
             ),
         ],
@@ -223,7 +226,8 @@ def _sum_over_rows(
     rings,
     vectors_ring,
     barriers,
-    work,
+    items,
+    sizes,
     padding,
     scale,
     outputs,
@@ -242,7 +246,7 @@ def _sum_over_rows(
     """The computing warps of `_backward_keys`."""
     k_smem, v_smem = held
     q_ring, do_ring = rings
-    num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
+    MEMBERS, N_q, N_k, window = sizes
     dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride = outputs
     dtype: gl.constexpr = q_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -253,10 +257,11 @@ def _sum_over_rows(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
 
-    stage, phase = 0 * N_q, 0 * N_q
-    for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
-        place, _ = key_block(item_of_round(r), num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
-        batch, kv_head, split, n0 = place
+    r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
+    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    n0 = published(items, 0, 0)
+    while n0 >= 0:
+        batch, kv_head, split = published(items, 0, 1), published(items, 0, 2), published(items, 0, 3)
         lo, hi, full_begin, full_end = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
@@ -267,7 +272,6 @@ def _sum_over_rows(
 
         k = k_smem.reshape([BLOCK_N, BLOCK_D])
         v = v_smem.reshape([BLOCK_N, BLOCK_D])
-        mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         if HELD_OPERANDS >= 1:
             k = k.load(HELD)
         if HELD_OPERANDS >= 2:
@@ -318,6 +322,9 @@ def _sum_over_rows(
         write_rows(dk, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
         out_v = (dv_ptr + offset, dv_strides, dv_ptr, dv_ptr, 0)
         write_rows(dv, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
+        r += 1
+        mbarrier.wait(barriers.index(2 * STAGES), r & 1)
+        n0 = published(items, 0, 0)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -345,6 +352,7 @@ def _backward_keys(
     N_k,
     num_heads,
     section,
+    tickets_ptr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -367,23 +375,26 @@ def _backward_keys(
     for i in gl.static_range(2 * STAGES + 2):
         mbarrier.init(barriers.index(i), count=1)
 
+    items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
+    schedule = (tickets_ptr, items)
     held_descs = (k_desc, v_desc)
     held = (k_smem, v_smem)
     descs = (q_desc, do_desc)
     rings = (q_ring, do_ring)
     work = (num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window)
+    sizes = (MEMBERS, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride)
     gl.warp_specialize(
         [
             (
                 _sum_over_rows,
-                (held, rings, vectors_ring, barriers, work, padding_row, scale, outputs, (dk_base_ptr, dv_base_ptr),
+                (held, rings, vectors_ring, barriers, items, sizes, padding_row, scale, outputs, (dk_base_ptr, dv_base_ptr),
                  CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, BASE),
             ),
             (
                 stream_rows,
-                (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, work,
+                (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, schedule, work,
                  CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
             ),
         ],
@@ -413,6 +424,7 @@ def backward_rows(
     tensors = {
         "q_desc": q, "do_desc": do, "o_desc": o, "k_desc": k, "v_desc": v, "lse_ptr": lse.contiguous(),
         "dq_ptr": dq, "base_ptr": base, "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
+        "tickets_ptr": problem.tickets,
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -421,7 +433,7 @@ def backward_rows(
         streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
         order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
         items = problem.padded_rows // block_m * num_heads
-        programs = number_of_programs(problem, items, order, tile["num_warps"])
+        programs = number_of_programs(problem, items, tile["num_warps"])
         return programs, common_arguments(problem) | order | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m), "o_desc": tile_descriptor(o, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
@@ -453,12 +465,13 @@ def backward_keys(
     tensors = {
         "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "vectors_desc": vectors, "dk_ptr": sums_k, "dv_ptr": sums_v,
         "dk_base_ptr": base_k, "dv_base_ptr": base_v, "padding": problem.side_tensors["padding"],
+        "tickets_ptr": problem.tickets,
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 2 * problem.head_dim * q.element_size()
         order = sums.arguments(problem, streamed)
-        programs = number_of_programs(problem, sums.items, order, tile["num_warps"])
+        programs = number_of_programs(problem, sums.items, tile["num_warps"])
         return programs, common_arguments(problem) | order | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),

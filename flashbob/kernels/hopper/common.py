@@ -25,26 +25,41 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 NEW_NAMES = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
+ITEM_SIZE = gl.constexpr(4)  # numbers that tell an item
 COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what it leaves
 
 
 @gluon.jit
-def number_of_rounds(num_items):
-    """How many of the items this program works on. Items are dealt out forwards and backwards in turn: they are ordered
-    by work, so that every program gets as much of it."""
-    programs = gl.num_programs(0)
-    rounds = num_items // programs
-    return rounds + gl.where(_place(rounds) < num_items - rounds * programs, 1, 0)
+def draw(tickets_ptr, num_items):
+    """An item that no program has begun. Every program begins with the item of its own number; after it whoever is free takes
+    the next, items being ordered by work. Each program draws once for each item it begins; the last draw sets the count back.
+
+    The copying warp waits for the answer, about a microsecond: so it asks when it has ordered all tiles of its item.
+    """
+    ticket = gl.atomic_add(tickets_ptr, 1, sem="relaxed")
+    gl.store(tickets_ptr, 0, ticket == num_items - 1)
+    return gl.num_programs(0) + ticket
 
 
 @gluon.jit
-def item_of_round(r):
-    return r * gl.num_programs(0) + _place(r)
+def publish(values, items, stage):
+    """The copying warp tells the computing ones about the next item, before it arrives at the barrier that they wait for: so they
+    need not divide. A first value below zero: there is none.
+    """
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for i in gl.static_range(len(values)):
+        items.index(stage * ITEM_SIZE + i).store(gl.full([1], values[i], gl.int32, ONE))
+    thread_barrier()
 
 
 @gluon.jit
-def _place(r):
-    return gl.where(r % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+def published(items, stage, i: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    value = gl.max(items.index(stage * ITEM_SIZE + i).load(ONE), 0)
+    # The same for all threads, which lets compilers use uniform registers.
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [value], gl.int32, True, 1
+    )
 
 
 @gluon.jit
@@ -58,12 +73,12 @@ def item_block(item, num_blocks, num_heads, section):
 
 @gluon.jit
 def row_block(item, num_blocks, num_heads, section, H, GROUP, CAUSAL: gl.constexpr):
-    """(block of rows, batch · head, batch, head, key head) of an item."""
+    """((block of rows, batch, head), key head) of an item."""
     block, batch_head = item_block(item, num_blocks, num_heads, section)
     if CAUSAL:
         block = num_blocks - 1 - block  # the last rows see most keys: first
-    batch, head = batch_head // H, batch_head % H
-    return block, batch_head, batch, head, head // GROUP
+    head = batch_head % H
+    return (block, batch_head // H, head), head // GROUP
 
 
 @gluon.jit
@@ -94,7 +109,7 @@ def keys_of_rows(
 
 @gluon.jit
 def key_block(item, num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N: gl.constexpr):
-    """((batch, key head, part, first key), the part's first query head) of an item.
+    """((first key, batch, key head, part), the part's first query head) of an item.
 
     A "head" of the grid is a key head and MEMBERS of its group's query heads: all of them, or one part of several.
     """
@@ -103,7 +118,7 @@ def key_block(item, num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N: gl.cons
     batch_kv_head, split = part // splits, part % splits
     kv_heads = H // GROUP
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
-    return (batch, kv_head, split, block * BLOCK_N), kv_head * GROUP + split * MEMBERS
+    return (block * BLOCK_N, batch, kv_head, split), kv_head * GROUP + split * MEMBERS
 
 
 @gluon.jit
@@ -145,6 +160,7 @@ def stream_keys(
     descs,
     rings,
     barriers,
+    schedule,
     work,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -162,19 +178,23 @@ def stream_keys(
     and that these have been read.
     """
     gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
+    tickets_ptr, items = schedule
     num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
     ROWS_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2
     HELD: gl.constexpr = 2 * STAGES
     slot, phase = 0 * N_q, 0 * N_q + 1  # the phase before a barrier's first counts as complete
-    for r in range(number_of_rounds(num_blocks * num_heads)):
-        block, _, batch, head, kv_head = row_block(
-            item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL
-        )
+    r = 0 * N_q
+    num_items = num_blocks * num_heads
+    item = gl.program_id(0)
+    while item < num_items:
+        place, kv_head = row_block(item, num_blocks, num_heads, section, H, GROUP, CAUSAL)
+        block, batch, head = place
         m0 = block * BLOCK_M
         lo, hi, _, _ = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         held_stage = r % HELD_STAGES
         have = barriers.index(HELD + held_stage)
         mbarrier.wait(barriers.index(HELD + HELD_STAGES + held_stage), (r // HELD_STAGES & 1) ^ 1)
+        publish(place, items, held_stage)
         mbarrier.expect(have, len(held) * ROWS_BYTES)
         for i in gl.static_range(len(held)):
             fetch(held_descs[i], batch, head, m0, have, held[i].index(held_stage))
@@ -191,6 +211,12 @@ def stream_keys(
             mbarrier.wait(barriers.index(HELD + 2 * HELD_STAGES + 1), r & 1)
             mbarrier.expect(late, ROWS_BYTES)
             fetch(late_desc, batch, head, m0, late, held[0].index(held_stage))
+        item = draw(tickets_ptr, num_items)
+        r += 1
+    last = r % HELD_STAGES
+    mbarrier.wait(barriers.index(HELD + HELD_STAGES + last), (r // HELD_STAGES & 1) ^ 1)
+    publish((-1,), items, last)
+    mbarrier.arrive(barriers.index(HELD + last), count=1)
 
 
 @gluon.jit
@@ -202,6 +228,7 @@ def stream_rows(
     vectors_desc,
     vectors_ring,
     barriers,
+    schedule,
     work,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -215,15 +242,21 @@ def stream_rows(
     Barriers as in `stream_keys`, with one stage of `held`.
     """
     gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
+    tickets_ptr, items = schedule
     num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
     TILE_BYTES: gl.constexpr = len(rings) * BLOCK_M * BLOCK_D * 2 + vectors_ring.shape[1] * BLOCK_M * 4
     have, used = barriers.index(2 * STAGES), barriers.index(2 * STAGES + 1)
     slot, phase = 0 * N_q, 0 * N_q + 1
-    for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
-        place, head = key_block(item_of_round(r), num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
-        batch, kv_head, _, n0 = place
+    used_phase = 0 * N_q + 1
+    num_items = gl.cdiv(N_k, BLOCK_N) * num_heads
+    item = gl.program_id(0)
+    while item < num_items:
+        place, head = key_block(item, num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
+        n0, batch, kv_head, _ = place
         lo, hi, _, _ = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        mbarrier.wait(used, (r & 1) ^ 1)
+        mbarrier.wait(used, used_phase)
+        used_phase ^= 1
+        publish(place, items, 0)
         mbarrier.expect(have, len(held) * BLOCK_N * BLOCK_D * 2)
         for i in gl.static_range(len(held)):
             fetch(held_descs[i], batch, kv_head, n0, have, held[i])
@@ -238,6 +271,10 @@ def stream_rows(
             m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
             phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
             slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        item = draw(tickets_ptr, num_items)
+    mbarrier.wait(used, used_phase)
+    publish((-1,), items, 0)
+    mbarrier.arrive(have, count=1)
 
 
 @gluon.jit
@@ -325,12 +362,9 @@ def copies_read(BY_COPY: gl.constexpr):
 
 
 @gluon.jit
-def load_lse(lse_ptr, r, rounds, work, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
-    """L of a round's rows; +inf beyond the last row: P is 0 there."""
-    num_blocks, num_heads, section, H, GROUP, N_q, _, _ = work
-    block, batch_head, _, _, _ = row_block(item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL)
-    rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)
-    return gl.load(lse_ptr + batch_head.to(gl.int64) * N_q + rows, (rows < N_q) & (r < rounds), float("inf"))
+def load_lse(lse_ptr, batch_head, rows, N_q):
+    """L of rows; +inf beyond the last: P is 0 there."""
+    return gl.load(lse_ptr + batch_head.to(gl.int64) * N_q + rows, rows < N_q, float("inf"))
 
 
 @gluon.jit
@@ -390,17 +424,8 @@ def number_of_parts(programs: int, group: int, device: torch.device) -> int:
     return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
 
 
-def number_of_programs(problem: Problem, items: int, order: dict, num_warps: int) -> int:
-    """As many programs as run at once, two of four computing warps on a multiprocessor or one of eight, which go from item to
-    item; or one for each item, which the hardware hands out as others end.
-
-    Going on saves an item's start, but only where items dealt out in turn are as much work for every program: where they
-    are alike, or ordered by work from first to last, which they are not in several sections.
-    """
-    window = problem.window_size
-    alike = not problem.is_causal or (window is not None and 4 * window <= problem.num_keys)
-    if not alike and order["section"] < order["num_heads"]:
-        return items
+def number_of_programs(problem: Problem, items: int, num_warps: int) -> int:
+    """As many as run at once: two of four computing warps on a multiprocessor, or one of eight. They go from item to item."""
     return min(items, torch.cuda.get_device_properties(problem.device).multi_processor_count * 8 // num_warps)
 
 

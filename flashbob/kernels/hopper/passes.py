@@ -9,8 +9,8 @@ With d = 128 the sums alone would fill a warpgroup's registers. There two warpgr
 scores of half of the streamed tile and the sums of half of the columns, and the operands of the output products
 (P and its like) pass between them through shared memory.
 
-A program goes from block to block (an item each) where `number_of_programs` says that they are dealt out evenly: a copying warp
-orders the next block's operands during this one, and results leave by TMA.
+A program goes from block to block (an item each): its copying warp draws the next one, which `publish` passes on, and orders its
+operands during this one; results leave by TMA.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -31,20 +31,18 @@ from ..common import DO_NOT_SPECIALIZE, Problem
 from ..launch import launch
 from .common import (
     COPYING_REGISTERS,
+    ITEM_SIZE,
     LOG2E,
     KeySums,
     able,
     common_arguments,
     copies_read,
-    item_of_round,
-    key_block,
     keys_of_rows,
     load_lse,
     load_padding,
     number_of_programs,
-    number_of_rounds,
+    published,
     release,
-    row_block,
     rows_of_keys,
     share_of_registers,
     stream_keys,
@@ -58,7 +56,7 @@ from .common import (
 
 
 @gluon.jit
-def _share(tile, operands, index: gl.constexpr, PAIR: gl.constexpr, OPERAND: gl.constexpr):
+def _share(tile, operands, index, PAIR: gl.constexpr, OPERAND: gl.constexpr):
     """A tile of scores as the left operand of an output product: in registers; of a PAIR, in shared memory for both."""
     if PAIR:
         buffer = operands.index(index)
@@ -66,6 +64,16 @@ def _share(tile, operands, index: gl.constexpr, PAIR: gl.constexpr, OPERAND: gl.
         return buffer
     else:
         return gl.convert_layout(tile, OPERAND)
+
+
+@gluon.jit
+def _zero(stage, PAIR: gl.constexpr):
+    """Zero, of a PAIR one that compilers do not see through: they would hold the addresses of all buffers in registers, which a
+    PAIR has none left for, and spill them in its inner loop."""
+    if PAIR:
+        return stage >> 8
+    else:
+        return 0
 
 
 @gluon.jit
@@ -83,7 +91,8 @@ def _sum_over_rows(
     vectors_ring,
     operands,
     barriers,
-    work,
+    items,
+    sizes,
     padding,
     scale,
     outputs,
@@ -102,7 +111,7 @@ def _sum_over_rows(
     """The computing warps of the column pass."""
     k_smem, v_smem, u_k_smem, u_v_smem = held
     q_ring, do_ring, u_q_ring = rings
-    num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window = work
+    MEMBERS, N_q, N_k, window = sizes
     (
         grad_k_ptr,
         grad_v_ptr,
@@ -123,10 +132,11 @@ def _sum_over_rows(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
 
-    stage, phase = 0 * N_q, 0 * N_q
-    for r in range(number_of_rounds(gl.cdiv(N_k, BLOCK_N) * num_heads)):
-        place, _ = key_block(item_of_round(r), num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
-        batch, kv_head, split, n0 = place
+    r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
+    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    n0 = published(items, 0, 0)
+    while n0 >= 0:
+        batch, kv_head, split = published(items, 0, 1), published(items, 0, 2), published(items, 0, 3)
         lo, hi, full_begin, full_end = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
@@ -139,7 +149,6 @@ def _sum_over_rows(
         v = v_smem.reshape([BLOCK_N, BLOCK_D])
         u_k = u_k_smem.reshape([BLOCK_N, BLOCK_D])
         u_v = u_v_smem.reshape([BLOCK_N, BLOCK_D])
-        mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         # Products of two operands in shared memory, 32 columns wide, are held up by it: keep what registers have room for.
         if HELD_OPERANDS >= 1:
             k = k.load(HELD)
@@ -160,6 +169,7 @@ def _sum_over_rows(
             q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             do = do_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             u_q = u_q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+            zero = _zero(stage, PAIR)
             vectors = vectors_ring.index(stage).reshape([4, BLOCK_M])  # log2(e) L, D, α, α D + E
             a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
             f = warpgroup_mma(k, u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -178,14 +188,14 @@ def _sum_over_rows(
                 p = gl.where(attended[:, None], p, 0.0)
             a = warpgroup_mma_wait(3, deps=[a])
             centered = a - vectors.slice(1, 1).load(SCORES)
-            pc = _share((p * centered).to(dtype), operands, 0, PAIR, OPERAND)
+            pc = _share((p * centered).to(dtype), operands, zero + 0, PAIR, OPERAND)
             if not PAIR:
                 k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
                 f = warpgroup_mma_wait(2, deps=[f])
             else:
                 f = warpgroup_mma_wait(1, deps=[f])
             h = f * scale - vectors.slice(2, 1).load(SCORES)  # h = F − α
-            ph = _share((p * h).to(dtype), operands, 1, PAIR, OPERAND)
+            ph = _share((p * h).to(dtype), operands, zero + 1, PAIR, OPERAND)
             _meet(PAIR)
             if PAIR:
                 k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
@@ -193,7 +203,7 @@ def _sum_over_rows(
             c = warpgroup_mma_wait(2, deps=[c])
             # S̃ = P ⊙ (P̃ − E)
             ps = (p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype)
-            ps = _share(ps, operands, 2, PAIR, OPERAND)
+            ps = _share(ps, operands, zero + 2, PAIR, OPERAND)
             _meet(PAIR)
             used = STAGES + stage
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
@@ -215,6 +225,9 @@ def _sum_over_rows(
         write_rows(k_sum * scale, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
         out_v = (grad_v_ptr + offset, grad_v_strides, grad_v_desc, staging, 1)
         write_rows(v_sum, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
+        r += 1
+        mbarrier.wait(barriers.index(2 * STAGES), r & 1)
+        n0 = published(items, 0, 0)
     copies_read(BY_COPY)
 
 
@@ -246,6 +259,7 @@ def _column_pass(
     N_k,
     num_heads,
     section,
+    tickets_ptr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -281,11 +295,14 @@ def _column_pass(
     for i in gl.static_range(2 * STAGES + 2):
         mbarrier.init(barriers.index(i), count=1)
 
+    items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
+    schedule = (tickets_ptr, items)
     held_descs = (k_desc, v_desc, u_k_desc, u_v_desc)
     held = (k_smem, v_smem, u_k_smem, u_v_smem)
     descs = (q_desc, do_desc, u_q_desc)
     rings = (q_ring, do_ring, u_q_ring)
     work = (num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window)
+    sizes = (MEMBERS, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     outputs = (
         grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, grad_k_desc, grad_v_desc, staging, split_stride
@@ -294,12 +311,12 @@ def _column_pass(
         [
             (
                 _sum_over_rows,
-                (held, rings, vectors_ring, operands, barriers, work, padding_row, scale, outputs,
+                (held, rings, vectors_ring, operands, barriers, items, sizes, padding_row, scale, outputs,
                  CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, BY_COPY),
             ),
             (
                 stream_rows,
-                (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, work,
+                (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, schedule, work,
                  CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
             ),
         ],
@@ -331,6 +348,7 @@ def column_pass(
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
         "vectors_desc": vectors, "grad_k_desc": sums_k if by_copy else k, "grad_v_desc": sums_v if by_copy else k,
         "grad_k_ptr": sums_k, "grad_v_ptr": sums_v, "padding": problem.side_tensors["padding"],
+        "tickets_ptr": problem.tickets,
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -343,7 +361,7 @@ def column_pass(
             descriptors[name] = tile_descriptor(tensors[name], block_n)
         streamed = 3 * problem.head_dim * q.element_size()
         order = sums.arguments(problem, streamed)
-        programs = number_of_programs(problem, sums.items, order, tile["num_warps"])
+        programs = number_of_programs(problem, sums.items, tile["num_warps"])
         return programs, descriptors | common_arguments(problem) | order | tile | {
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:],
@@ -378,7 +396,8 @@ def _sum_over_keys(
     rings,
     operands,
     barriers,
-    work,
+    items,
+    sizes,
     lse_ptr,
     padding,
     scale,
@@ -399,7 +418,7 @@ def _sum_over_keys(
     """The computing warps of the row pass."""
     q_ring, do_ring, u_q_ring, o_ring = held
     k_ring, v_ring, u_k_ring, u_v_ring = rings
-    num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
+    H, N_q, N_k, window = sizes
     grads, vectors_ptr, vector_stride, padded_rows = outputs
     grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc, staging = grads
     dtype: gl.constexpr = k_ring.dtype
@@ -417,27 +436,25 @@ def _sum_over_keys(
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
-    rounds = number_of_rounds(num_blocks * num_heads)
-    stage, phase = 0 * N_q, 0 * N_q
-    next_lse = load_lse(lse_ptr, 0 * N_q, rounds, work, CAUSAL, BLOCK_M, ROWS)
-    for r in range(rounds):
-        block, batch_head, batch, head, _ = row_block(
-            item_of_round(r), num_blocks, num_heads, section, H, GROUP, CAUSAL
-        )
+    r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
+    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    block = published(items, 0, 0)
+    while block >= 0:
+        held_stage = r % HELD_STAGES
+        batch, head = published(items, held_stage, 1), published(items, held_stage, 2)
+        batch_head = batch * H + head
         m0 = block * BLOCK_M
         lo, hi, full_begin, full_end = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
         rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
+        lse2 = load_lse(lse_ptr, batch_head, rows, N_q) * LOG2E
         if PADDING:
             padding_row = padding[0] + batch.to(gl.int64) * padding[1]
-        lse2 = next_lse * LOG2E
 
-        held_stage = r % HELD_STAGES
         q_smem = q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         o_smem = o_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         do = do_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         u_q = u_q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
-        mbarrier.wait(barriers.index(HELD_BARRIERS + held_stage), r // HELD_STAGES & 1)
         do_tile = do.load(HELD)
         delta = gl.sum(do_tile.to(gl.float32) * o_smem.load(HELD).to(gl.float32), 1)
         delta = gl.convert_layout(delta, ROWS)  # D = <dO, O>
@@ -463,6 +480,10 @@ def _sum_over_keys(
             v = v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             u_k = u_k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             u_v = u_v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+            zero = _zero(stage, PAIR)
+            if PAIR:
+                do = do_ring.index(zero).reshape([BLOCK_M, BLOCK_D])
+                u_q = u_q_ring.index(zero).reshape([BLOCK_M, BLOCK_D])
             a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
             f = warpgroup_mma(u_q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
             f = warpgroup_mma(q, u_k.permute([1, 0]), f, is_async=True)
@@ -481,7 +502,7 @@ def _sum_over_keys(
                 p = gl.where(valid, p, 0.0)
             if PADDING:
                 p = gl.where(attended[None, :], p, 0.0)
-            pb = _share(p.to(dtype), operands, 0, PAIR, OPERAND)
+            pb = _share(p.to(dtype), operands, zero + 0, PAIR, OPERAND)
             if not PAIR:
                 b = warpgroup_mma(pb, k, b, is_async=True)  # P K
                 do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
@@ -489,7 +510,7 @@ def _sum_over_keys(
             else:
                 a = warpgroup_mma_wait(3, deps=[a])
             centered = a - delta[:, None]
-            pc = _share((p * centered).to(dtype), operands, 1, PAIR, OPERAND)
+            pc = _share((p * centered).to(dtype), operands, zero + 1, PAIR, OPERAND)
             _meet(PAIR)
             if PAIR:
                 b = warpgroup_mma(pb, k, b, is_async=True)  # P K
@@ -499,7 +520,7 @@ def _sum_over_keys(
             f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
             pf = p * f
             alpha += _row_sums(pf, PAIR)
-            pf = _share(pf.to(dtype), operands, 2, PAIR, OPERAND)
+            pf = _share(pf.to(dtype), operands, zero + 2, PAIR, OPERAND)
             if not PAIR:
                 do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
                 c = warpgroup_mma_wait(4, deps=[c])
@@ -507,7 +528,7 @@ def _sum_over_keys(
                 c = warpgroup_mma_wait(3, deps=[c])
             ps = p * (f * centered + c)  # P ⊙ P̃°
             e0 += _row_sums(ps, PAIR)
-            ps = _share(ps.to(dtype), operands, 3, PAIR, OPERAND)
+            ps = _share(ps.to(dtype), operands, zero + 3, PAIR, OPERAND)
             _meet(PAIR)
             if PAIR:
                 do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
@@ -522,7 +543,6 @@ def _sum_over_keys(
             b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
-        next_lse = load_lse(lse_ptr, r + 1, rounds, work, CAUSAL, BLOCK_M, ROWS)
         alpha = _sum_over_threads(alpha, PAIR, ROWS)
         e0 = _sum_over_threads(e0, PAIR, ROWS)
         vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
@@ -544,6 +564,9 @@ def _sum_over_keys(
         grad_do = do_sum - alpha * o.to(gl.float32)  # dÕ = dÕ° − α O
         out_do = (grad_do_ptr, grad_do_strides, grad_do_desc, staging, 1)
         write_rows(grad_do, out_do, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
+        r += 1
+        mbarrier.wait(barriers.index(HELD_BARRIERS + r % HELD_STAGES), r // HELD_STAGES & 1)
+        block = published(items, r % HELD_STAGES, 0)
     copies_read(BY_COPY)
 
 
@@ -578,6 +601,7 @@ def _row_pass(
     N_k,
     num_heads,
     section,
+    tickets_ptr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -616,11 +640,14 @@ def _row_pass(
     for i in gl.static_range(2 * STAGES + 2 * HELD_STAGES + 2):
         mbarrier.init(barriers.index(i), count=1)
 
+    items = gl.allocate_shared_memory(gl.int32, [HELD_STAGES * ITEM_SIZE, 1], mbarrier.MBarrierLayout())
+    schedule = (tickets_ptr, items)
     held_descs = (q_desc, do_desc, u_q_desc, o_desc)
     held = (q_ring, do_ring, u_q_ring, o_ring)
     descs = (k_desc, v_desc, u_k_desc, u_v_desc)
     rings = (k_ring, v_ring, u_k_ring, u_v_ring)
     work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
+    sizes = (H, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     grads = (grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc, staging)
     outputs = (grads, vectors_ptr, vector_stride, padded_rows)
@@ -628,12 +655,12 @@ def _row_pass(
         [
             (
                 _sum_over_keys,
-                (held, rings, operands, barriers, work, lse_ptr, padding_row, scale, outputs,
+                (held, rings, operands, barriers, items, sizes, lse_ptr, padding_row, scale, outputs,
                  CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, HELD_STAGES, BY_COPY),
             ),
             (
                 stream_keys,
-                (held_descs, held, dq_desc, descs, rings, barriers, work,
+                (held_descs, held, dq_desc, descs, rings, barriers, schedule, work,
                  CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True),
             ),
         ],
@@ -668,6 +695,7 @@ def row_pass(
         "grad_q_desc": grad_q if by_copy else q, "grad_do_desc": grad_do if by_copy else q,
         "lse_ptr": lse.contiguous(), "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
         "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
+        "tickets_ptr": problem.tickets,
     }  # fmt: skip
 
     def prepare(tile: dict) -> tuple[int, dict]:
@@ -684,7 +712,7 @@ def row_pass(
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         items = problem.padded_rows // block_m * num_heads
         order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
-        programs = number_of_programs(problem, items, order, tile["num_warps"])
+        programs = number_of_programs(problem, items, tile["num_warps"])
         return programs, descriptors | common_arguments(problem) | order | tile | {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
