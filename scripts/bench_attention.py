@@ -3,11 +3,13 @@
     python -m scripts.bench_attention [--quick] [--head-dims 64 128] [--lengths 512 … 16384] [--seconds 500]
 
 One command, one machine, one run. `floor_ms` is 18 products of 2·(valid pairs)·d FLOPs at the bf16 rate of an 8192³ product
-measured in the same run, and `fraction` is floor_ms / bob_ms. Writes --out after every row, draws a picture beside it, and
-stops cleanly at --seconds.
+measured right before and after the row's passes (clocks follow temperature and power), and `fraction` is floor_ms / bob_ms.
+`peak_mib` is what the row's own tensors take. Writes --out after every row, draws a picture beside it, and stops cleanly at
+--seconds.
 """
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -49,6 +51,18 @@ def graph_ms(call: Callable[[], Any], calls: int = 10) -> float:
     return median_ms(graph.replay) / calls
 
 
+@functools.cache
+def square_matrices() -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return a, b
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a product of square bf16 matrices, now."""
+    a, b = square_matrices()
+    return 2 * 8192**3 / (median_ms(lambda: a @ b) / 1e3)
+
+
 def valid_pairs(n: int, causal: bool, window: int | None) -> int:
     if not causal:
         return n * n
@@ -56,10 +70,12 @@ def valid_pairs(n: int, causal: bool, window: int | None) -> int:
     return w * (w + 1) // 2 + (n - w) * w
 
 
-def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
+def measure(backend: str, n: int, d: int, shape: dict) -> dict:
     causal, window = shape["causal"], shape.get("window")
     batch, heads = shape.get("B", BATCH), shape.get("H", HEADS)
     kv_heads = shape.get("H_kv", heads)
+    matrix_rate()  # what it allocates is there from the first row on
+    others = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     new = lambda h: torch.randn(batch, h, n, d, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     q, do, u_q = (new(heads) for _ in range(3))
@@ -68,7 +84,6 @@ def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
         "d": d, "N": n, "B": batch, "H": heads, "H_kv": kv_heads, "causal": causal, "window": window,
         "padding": "padding" in shape, "dropout_p": shape.get("dropout_p", 0.0), "backend": backend,
         "fwd_ms": None, "bwd_ms": None, "bob_ms": None, "fraction": None,
-        "floor_ms": 18 * 2 * valid_pairs(n, causal, window) * d * batch * heads / rate * 1e3,
     }  # fmt: skip
     options: dict[str, Any] = {
         "is_causal": causal, "window_size": window, "dropout_p": shape.get("dropout_p", 0.0), "scale": d**-0.5,
@@ -94,8 +109,9 @@ def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
     torch.cuda.reset_peak_memory_stats()
     whole()
     torch.cuda.synchronize()
-    row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    row["peak_mib"] = (torch.cuda.max_memory_allocated() - others) / 2**20
     row["total_ms"] = median_ms(whole)
+    rate = matrix_rate()
     if backend not in ("math", "auto"):  # `math` is one autograd graph; "auto" a choice for each pass
         module = importlib.import_module(f"flashbob.backends.{backend}")
         o, lse = module.forward(q, k, v, **options)
@@ -108,6 +124,10 @@ def measure(backend: str, n: int, d: int, shape: dict, rate: float) -> dict:
         timer = graph_ms if n <= 2048 and backend not in BASELINES else median_ms
         row["timing"] = "graph replay" if timer is graph_ms else "events"
         row |= {name: timer(call) for name, call in passes.items()}
+        rate = (rate + matrix_rate()) / 2
+    row["rate_tflops"] = rate / 1e12
+    row["floor_ms"] = 18 * 2 * valid_pairs(n, causal, window) * d * batch * heads / rate * 1e3
+    if row["bob_ms"] is not None:
         row["fraction"] = row["floor_ms"] / row["bob_ms"]
     return row
 
@@ -162,14 +182,11 @@ def main() -> None:
         plot(json.loads(arguments.out.read_text()), arguments.out.with_suffix(".png"))
         return
     start = time.monotonic()
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    rate = 2 * 8192**3 / (median_ms(lambda: a @ b, 20) / 1e3)
     machine = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": arguments.commit or subprocess.getoutput("git rev-parse --short HEAD"),
-        "rate_tflops": rate / 1e12,
     }
     console = Console(width=160)
     console.print(machine)
@@ -190,7 +207,7 @@ def main() -> None:
         if time.monotonic() - start > arguments.seconds:
             console.print("stopped: --seconds are over")
             break
-        row = {**machine, "variant": variant, **measure(backend, n, d, VARIANTS[variant], rate)}
+        row = {**machine, "variant": variant, **measure(backend, n, d, VARIANTS[variant])}
         torch.cuda.empty_cache()
         rows.append(row)
         partial = arguments.out.with_suffix(".partial")
