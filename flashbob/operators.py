@@ -81,7 +81,7 @@ def _run_operator(pass_name: str, tensors: tuple[Tensor | None, ...], *options, 
 
 
 # From how many tokens on cuDNN beats our own kernels, by pass and head dimension: docs/kernels.md has the figures (H200).
-_CUDNN_FROM = {("forward", 64): 4096, ("backward", 64): 8192, ("forward", 128): 1024, ("backward", 128): 2048}
+_CUDNN_FROM = {("forward", 64): 4096, ("backward", 64): 8192, ("forward", 128): 1024, ("backward", 128): 4096}
 
 
 def _choose(
