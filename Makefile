@@ -14,7 +14,7 @@ demo: setup
 	$(VENV)/bin/python -m scripts.demo
 
 test: setup
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slurm: setup # installs and starts Slurm on this machine: as root, with ALLOW_INSTALL=1
 	bash tests/slurm/run.sh

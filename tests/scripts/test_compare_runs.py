@@ -19,8 +19,6 @@ from tests.scripts.browser import look_at
 from tests.scripts.wandb_server import wandb_server
 from tests.train.launch import ADAMW, ROOT, SMALL, SOPHIA, environment, rows, series, train
 
-pytestmark = pytest.mark.xdist_group("compare_runs")  # they share runs: one process for all
-
 SHORT = (*SMALL, "train.eval_every=2", "train.precision=fp32", "optim.lr=3e-3")
 
 

@@ -12,8 +12,6 @@ import torch
 from tests.train.launch import ROOT, SMALL, environment, rows, series
 from train.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.xdist_group("distributed")  # they share runs: one process for all
-
 ARMS = ("adamw", "sophia-math", "sophia-hybrid", "sophia-paper", "sophia-flashbob")
 WORLDS = (1, 2, 4)
 REPLAYED = (1, 2)

@@ -29,8 +29,6 @@ from tests.train.launch import (
 from train.checkpoint import list_checkpoints, load
 from train.wandb_log import read_offline
 
-pytestmark = pytest.mark.xdist_group("faults")  # they wait more than they compute: not all at the end
-
 KILLS = int(os.environ.get("KILLS", 5))  # 20 have been tried
 STEPS_BETWEEN = 15  # at most
 

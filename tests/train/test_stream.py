@@ -9,8 +9,6 @@ import pytest
 
 from tests.train.launch import ADAMW, SMALL, SOPHIA, kill_group, rows, series, start, train, wait_for_step
 
-pytestmark = pytest.mark.xdist_group("stream")  # they share runs: one process for all
-
 KEYS = ("train/loss", "train/grad_norm", "val/loss")
 
 

@@ -38,8 +38,6 @@ from tests.train.launch import (
 from train.checkpoint import CheckpointError, list_checkpoints
 from train.wandb_log import records
 
-pytestmark = pytest.mark.xdist_group("trainer")  # they share runs: one process for all
-
 DROPOUT = "model.dropout=0.1"
 SERIES = (
     "step",
