@@ -15,7 +15,7 @@ _KINDS: set[tuple] = set()
 
 
 def compile_derivatives(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor) -> None:
-    """Start compiling both backwards of a new kind of problem in other threads; they launch nothing.
+    """Start compiling both backwards of a new kind of problem in other threads; none of it is launched.
 
     What is not known yet is taken to be the usual: gradients in the layouts of q, k and v, and a cotangent for each of them.
     Where that is wrong the call itself compiles, as it does after an error here.

@@ -333,7 +333,10 @@ class Problem:
 
     @functools.cached_property
     def tickets(self) -> Tensor:
-        """A zero, int32: how many of their blocks kernels have handed out. Each starts from zero and ends with it."""
+        """A zero, int32: how many of its blocks a kernel has handed out. Each starts from zero and ends with it.
+
+        For launches one after the other: a problem is of one call, on one stream, captured as a whole or not at all.
+        """
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def section(self, streamed_bytes_per_head: int, heads: int) -> int:

@@ -15,6 +15,10 @@ import torch
 import flashbob
 from flashbob import sdpa_bob
 from flashbob.backends import triton
+from flashbob.kernels.backward import backward
+from flashbob.kernels.column_pass import column_pass
+from flashbob.kernels.common import Problem
+from flashbob.kernels.row_pass import row_pass
 from flashbob.masking import dropout_keep_mask
 from tests.oracle import NAMES, make_inputs, second_order
 
@@ -144,10 +148,28 @@ def test_one_key_head_for_many_query_heads():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("feature", ["causal", "window"])
-def test_many_blocks_for_each_program(head_dim, feature):
-    """Of ragged sequences, in heads that share keys: the Hopper kernels' programs go from block to block."""
-    check(torch.bfloat16, (12, 6), (530, 530), head_dim, feature, batch=16)
+@pytest.mark.parametrize(
+    ("feature", "lengths"),
+    [("causal", (530, 530)), ("window", (530, 530)), ("causal", (1100, 300)), ("window", (300, 1100))],
+)
+def test_many_blocks_for_each_program(head_dim, feature, lengths):
+    """Of ragged sequences, in heads that share keys, some without a key or a row that sees them: the Hopper kernels' programs
+    go from block to block."""
+    check(torch.bfloat16, (12, 6), lengths, head_dim, feature, batch=16)
+
+
+def test_counts_of_blocks_end_at_zero():
+    """So that the next kernel of the same problem can count from there."""
+    q, k, v, do = torch.randn(4, 4, 12, 600, 64, device=DEVICE, dtype=torch.bfloat16)
+    problem = Problem.of(q, k, scale=0.125, is_causal=True)
+    o, lse = triton.forward(q, k, v, scale=0.125, is_causal=True)
+    for _ in range(2):
+        dq, _, _ = backward(problem, do, q, k, v, o, lse)
+        assert problem.tickets.item() == 0
+        _, _, vectors = row_pass(problem, q, k, v, do, q, k, v, o, lse, dq)
+        assert problem.tickets.item() == 0
+        column_pass(problem, q, k, v, do, q, k, v, vectors)
+        assert problem.tickets.item() == 0
 
 
 def test_a_thread_that_has_not_used_the_device():

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share: which calls they take, tiles by TMA, the order of programs.
+"""What the kernels for Hopper share: which calls they take, tiles by TMA, who works on which block.
 
 Runs with Gluon of triton 3.6; compiled for sm_90 with that of 3.9 too.
 """
@@ -32,7 +32,8 @@ COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what
 @gluon.jit
 def draw(tickets_ptr, num_items):
     """An item that no program has begun. Every program begins with the item of its own number; after it whoever is free takes
-    the next, items being ordered by work. Each program draws once for each item it begins; the last draw sets the count back.
+    the next; within a section the longest are first. Each program draws once for each item it begins; the last draw sets
+    the count back.
 
     The copying warp waits for the answer, about a microsecond: so it asks when it has ordered all tiles of its item.
     """
@@ -173,9 +174,9 @@ def stream_keys(
 ):
     """The copying warp of programs that hold blocks of rows: `held` once an item, then the tiles of its keys.
 
-    Barrier i says that tile i has come, STAGES + i that it is used up; then, for each of HELD_STAGES, that the rows have come,
-    and that they are used up. With LATE two more: that the rows of `late_desc` have come, in the place of the first of `held`,
-    and that these have been read.
+    Barrier i says that tile i has come, STAGES + i that it is used up; then, for each of HELD_STAGES, that the rows have come
+    and what is published of them (or that there are no more), and that they are used up. With LATE two more: that the rows
+    of `late_desc` have come, in the place of the first of `held`, and that these have been read.
     """
     gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
     tickets_ptr, items = schedule

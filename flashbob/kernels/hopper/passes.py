@@ -10,7 +10,7 @@ scores of half of the streamed tile and the sums of half of the columns, and the
 (P and its like) pass between them through shared memory.
 
 A program goes from block to block (an item each): its copying warp draws the next one, which `publish` passes on, and orders its
-operands during this one; results leave by TMA.
+operands as soon as the place for them is free; results leave by TMA.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -416,6 +416,9 @@ def _sum_over_keys(
     BY_COPY: gl.constexpr,
 ):
     """The computing warps of the row pass."""
+    gl.static_assert(
+        not PAIR or (HELD_OPERANDS < 2 and HELD_STAGES == 1), "a pair streams dO and U_Q from one stage"
+    )
     q_ring, do_ring, u_q_ring, o_ring = held
     k_ring, v_ring, u_k_ring, u_v_ring = rings
     H, N_q, N_k, window = sizes
