@@ -470,9 +470,8 @@ def backward_keys(
 
     def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 2 * problem.head_dim * q.element_size()
-        order = sums.arguments(problem, streamed)
         programs = number_of_programs(problem, sums.items, tile["num_warps"])
-        return programs, common_arguments(problem) | order | tile | {
+        return programs, common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vectors_desc": vectors_descriptor(vectors, block_m),

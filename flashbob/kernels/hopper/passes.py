@@ -360,9 +360,8 @@ def column_pass(
         for name in ("grad_k_desc", "grad_v_desc"):
             descriptors[name] = tile_descriptor(tensors[name], block_n)
         streamed = 3 * problem.head_dim * q.element_size()
-        order = sums.arguments(problem, streamed)
         programs = number_of_programs(problem, sums.items, tile["num_warps"])
-        return programs, descriptors | common_arguments(problem) | order | tile | {
+        return programs, descriptors | common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:],
             "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
