@@ -18,6 +18,7 @@ REPLAYED = (1, 2)
 COMPILED = 2
 # Eight micro-batches of two sequences: 8, 4 or 2 rounds. Three batches of validation do not divide over the ranks.
 SETTING = (*SMALL, "train.global_batch_size=16", "train.eval_batches=3", "train.checkpoint_every=4")
+IN_FP32 = ("adamw", "sophia-flashbob")  # what differs between the arms is compared in fp64
 FP32 = ("train.precision=fp32", "train.max_steps=5", "train.checkpoint_every=0")
 # Two, one or no rounds of a Hessian step come from the Hessian's own pass … and the others from an ordinary one.
 MIXED = ("optim.hessian_batch_size=8",)
@@ -69,7 +70,7 @@ def worlds(tmp_path_factory):
     for size in WORLDS:
         compared = () if size == 1 else ("train.check_ranks_every=1",)
         jobs = [job(name, *arm(name), *compared) for name in ARMS]
-        jobs += [job(f"{name}-fp32", *arm(name), *FP32) for name in ARMS]
+        jobs += [job(f"{name}-fp32", *arm(name), *FP32) for name in IN_FP32]
         jobs.append(job("mixed", *arm("sophia-flashbob"), *MIXED, *compared))
         if size in REPLAYED:
             jobs.append(job("mixed-replayed", *arm("sophia-flashbob"), *MIXED, *compared, replayed=True))
@@ -111,7 +112,7 @@ def test_ranks_train_as_one_process(name, size, worlds):
 
 
 @pytest.mark.parametrize("size", WORLDS[1:])
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", IN_FP32)
 def test_ranks_begin_as_one_process_in_fp32(name, size, worlds):
     """The first loss is before any step: fp32 rounding of a mean. Then signs of small momenta turn with rounding, each of
     which moves an element by 2 lr, up to 6e-3 of 0.02: five steps at 1e-4, a thousand roundings."""
