@@ -152,10 +152,10 @@ _HOPPER: dict[tuple[str, int], dict] = {
     ("backward_rows", 128): _hopper_entry(64, 64, stages=2, held_operands=2),
     ("backward_keys", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=1),
-    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=2),
-    ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1, num_warps=8),
-    ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4),
-    ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2, num_warps=8),
+    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=2) | {"PAIR": False},
+    ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1) | {"PAIR": True},
+    ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4) | {"PAIR": False},
+    ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2) | {"PAIR": True},
 }
 _INTERPRETER = _entry(32, 32, 1, 1)
 FORCED: dict[str, dict] = {}  # tiles of the plain kernels that `forced` asks for

@@ -34,6 +34,7 @@ from .common import (
     share_of_registers,
     stream_keys,
     stream_rows,
+    thread_barrier,
     tile_descriptor,
     vectors_descriptor,
     write_rows,
@@ -104,6 +105,7 @@ def _sum_over_keys(
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
         first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
         s = warpgroup_mma(q, first_k.permute([1, 0]), nothing, use_acc=False)
+        thread_barrier()
         for it in range(total):
             n0 = lo + it * BLOCK_N
             k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
@@ -138,8 +140,7 @@ def _sum_over_keys(
         dq *= scale
         if BASE:
             dq = add_rows(dq, base_ptr, dq_strides, batch, head, m0, N_q, HEAD_DIM, SUMS)
-        out = (dq_ptr, dq_strides, dq_ptr, dq_ptr, 0)
-        write_rows(dq, out, batch, head, m0, N_q, HEAD_DIM, SUMS, False)
+        write_rows(dq, dq_ptr, dq_strides, batch, head, m0, N_q, 0, HEAD_DIM, SUMS)
         r += 1
         mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         block = published(items, 0, 0)
@@ -244,7 +245,7 @@ def _sum_over_rows(
     BASE: gl.constexpr,
 ):
     """The computing warps of `_backward_keys`."""
-    k_smem, v_smem = held
+    k_ring, v_ring = held
     q_ring, do_ring = rings
     MEMBERS, N_q, N_k, window = sizes
     dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride = outputs
@@ -270,18 +271,17 @@ def _sum_over_rows(
         dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
         dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
 
-        k = k_smem.reshape([BLOCK_N, BLOCK_D])
-        v = v_smem.reshape([BLOCK_N, BLOCK_D])
-        if HELD_OPERANDS >= 1:
-            k = k.load(HELD)
+        k = k_ring.index(0).reshape([BLOCK_N, BLOCK_D]).load(HELD)
+        v = v_ring.index(r % v_ring.shape[0]).reshape([BLOCK_N, BLOCK_D])
         if HELD_OPERANDS >= 2:
             v = v.load(HELD)
-            release(held_used)  # the next item's may come
+        release(held_used)  # the next item's may come
 
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
         first_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
         s = warpgroup_mma(k, first_q.permute([1, 0]), nothing, use_acc=False)
+        thread_barrier()
         for it in range(total):
             q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             do = do_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
@@ -311,17 +311,13 @@ def _sum_over_rows(
             dk, dv, s = warpgroup_mma_wait(0, deps=[dk, dv, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
-        if HELD_OPERANDS < 2:
-            release(held_used)
         dk *= scale
         if BASE:
             dk = add_rows(dk, bases[0], dk_strides, batch, kv_head, n0, N_k, HEAD_DIM, SUMS)
             dv = add_rows(dv, bases[1], dv_strides, batch, kv_head, n0, N_k, HEAD_DIM, SUMS)
         offset = split.to(gl.int64) * split_stride
-        out_k = (dk_ptr + offset, dk_strides, dk_ptr, dk_ptr, 0)
-        write_rows(dk, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
-        out_v = (dv_ptr + offset, dv_strides, dv_ptr, dv_ptr, 0)
-        write_rows(dv, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, False)
+        write_rows(dk, dk_ptr + offset, dk_strides, batch, kv_head, n0, N_k, 0, HEAD_DIM, SUMS)
+        write_rows(dv, dv_ptr + offset, dv_strides, batch, kv_head, n0, N_k, 0, HEAD_DIM, SUMS)
         r += 1
         mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         n0 = published(items, 0, 0)
@@ -366,8 +362,9 @@ def _backward_keys(
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    V_STAGES: gl.constexpr = 1 if HELD_OPERANDS == 2 else 2  # V in shared memory stays there to an item's end
+    k_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 1, BLOCK_M], vectors_desc.layout)
@@ -378,7 +375,7 @@ def _backward_keys(
     items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
     held_descs = (k_desc, v_desc)
-    held = (k_smem, v_smem)
+    held = (k_ring, v_ring)
     descs = (q_desc, do_desc)
     rings = (q_ring, do_ring)
     work = (num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window)
@@ -433,12 +430,12 @@ def backward_rows(
         streamed = 2 * problem.num_keys * problem.head_dim * q.element_size()
         order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
         items = problem.padded_rows // block_m * num_heads
-        programs = number_of_programs(problem, items, tile["num_warps"])
+        programs = number_of_programs(problem, items, False)
         return programs, common_arguments(problem) | order | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m), "o_desc": tile_descriptor(o, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
-            "maxnreg": share_of_registers(tile["num_warps"]), "BASE": base is not None,
+            "maxnreg": share_of_registers(False), "BASE": base is not None,
         }  # fmt: skip
 
     launch(_backward_rows, problem, tensors, prepare, tile)
@@ -470,13 +467,13 @@ def backward_keys(
 
     def prepare(tile: dict) -> tuple[int, dict]:
         streamed = 2 * problem.head_dim * q.element_size()
-        programs = number_of_programs(problem, sums.items, tile["num_warps"])
+        programs = number_of_programs(problem, sums.items, False)
         return programs, common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:],
-            "maxnreg": share_of_registers(tile["num_warps"]), "BASE": base is not None,
+            "maxnreg": share_of_registers(False), "BASE": base is not None,
         }  # fmt: skip
 
     launch(_backward_keys, problem, tensors, prepare, tile)

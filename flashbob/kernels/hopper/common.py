@@ -22,7 +22,6 @@ from ..launch import compiles_ahead
 # Their names in triton 3.9, and in 3.6.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-NEW_NAMES = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 ITEM_SIZE = gl.constexpr(4)  # numbers that tell an item
@@ -240,7 +239,8 @@ def stream_rows(
 ):
     """The copying warp of programs that hold blocks of keys: `held` once an item, then the tiles of its rows.
 
-    Barriers as in `stream_keys`, with one stage of `held`.
+    Barriers as in `stream_keys`, with one for all of `held`: it says that what has one stage is in registers, and what has two
+    may come into the one that the item before used.
     """
     gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
     tickets_ptr, items = schedule
@@ -248,19 +248,18 @@ def stream_rows(
     TILE_BYTES: gl.constexpr = len(rings) * BLOCK_M * BLOCK_D * 2 + vectors_ring.shape[1] * BLOCK_M * 4
     have, used = barriers.index(2 * STAGES), barriers.index(2 * STAGES + 1)
     slot, phase = 0 * N_q, 0 * N_q + 1
-    used_phase = 0 * N_q + 1
+    r = 0 * N_q
     num_items = gl.cdiv(N_k, BLOCK_N) * num_heads
     item = gl.program_id(0)
     while item < num_items:
         place, head = key_block(item, num_heads, section, H, GROUP, MEMBERS, N_k, BLOCK_N)
         n0, batch, kv_head, _ = place
         lo, hi, _, _ = rows_of_keys(n0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-        mbarrier.wait(used, used_phase)
-        used_phase ^= 1
+        mbarrier.wait(used, (r & 1) ^ 1)
         publish(place, items, 0)
         mbarrier.expect(have, len(held) * BLOCK_N * BLOCK_D * 2)
         for i in gl.static_range(len(held)):
-            fetch(held_descs[i], batch, kv_head, n0, have, held[i])
+            fetch(held_descs[i], batch, kv_head, n0, have, held[i].index(r % held[i].shape[0]))
         m0 = lo
         for _ in range(gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_M) * MEMBERS):
             mbarrier.wait(barriers.index(STAGES + slot), phase)
@@ -273,7 +272,8 @@ def stream_rows(
             phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
             slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         item = draw(tickets_ptr, num_items)
-    mbarrier.wait(used, used_phase)
+        r += 1
+    mbarrier.wait(used, (r & 1) ^ 1)
     publish((-1,), items, 0)
     mbarrier.arrive(have, count=1)
 
@@ -296,14 +296,15 @@ def rows_of(
     first,
     end,
     shape: gl.constexpr,
+    first_dim: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Pointers, in 64 bits, to the rows of one head from `first` on, and which of them exist: below `end` and HEAD_DIM."""
     rows = first + gl.arange(0, shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    dims = first_dim + gl.arange(0, shape[1], layout=gl.SliceLayout(0, LAYOUT))
     exists = (rows < end)[:, None]
-    if shape[1] != HEAD_DIM:
+    if first_dim + shape[1] > HEAD_DIM:
         exists = exists & (dims < HEAD_DIM)[None, :]
     pointer += batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
     return pointer + rows.to(gl.int64)[:, None] * strides[2] + dims[None, :] * strides[3], exists
@@ -312,51 +313,59 @@ def rows_of(
 @gluon.jit
 def add_rows(tile, pointer, strides, batch, head, first, end, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr):
     """The fp32 tile plus the rows of a tensor that it stands for."""
-    pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, HEAD_DIM, LAYOUT)
+    pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, 0, HEAD_DIM, LAYOUT)
     return tile + gl.load(pointers, exists, 0.0).to(gl.float32)
 
 
 @gluon.jit
 def write_rows(
     tile,
-    out,
+    pointer,
+    strides,
     batch,
     head,
     first,
     end,
+    first_dim: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
-    BY_COPY: gl.constexpr,
 ):
-    """Write the rows [first, end) of an output that a tile holds; BY_COPY, through shared memory.
-
-    Whoever writes there next waits with `copies_read`.
-    """
-    pointer, strides, desc, staging, index = out
-    tile = tile.to(pointer.dtype.element_ty)
-    if BY_COPY:
-        buffer = staging.index(index)
-        buffer.reshape(tile.shape).store(tile)
-        fence_async_shared()
-        thread_barrier()
-        async_store(desc, [batch, head, first, 0], buffer)
-    else:
-        pointers, exists = rows_of(pointer, strides, batch, head, first, end, tile.shape, HEAD_DIM, LAYOUT)
-        gl.store(pointers, tile, exists)
+    """Write the rows [first, end) of an output that a tile holds."""
+    pointers, exists = rows_of(
+        pointer, strides, batch, head, first, end, tile.shape, first_dim, HEAD_DIM, LAYOUT
+    )
+    gl.store(pointers, tile.to(pointer.dtype.element_ty), exists)
 
 
 @gluon.jit
-def tiles_of(desc, buffer, shape: gl.constexpr):
-    """Shared memory as tiles of a descriptor, [number, *tile]."""
-    if NEW_NAMES:
-        return buffer.reinterpret(desc.dtype, shape, desc.layout)
+def exchange_places(desc, dtype: gl.constexpr, GROUPS: gl.constexpr):
+    shape: gl.constexpr = [1, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]]
+    a = gl.allocate_shared_memory(dtype, shape, desc.layout)
+    b = gl.allocate_shared_memory(dtype, shape, desc.layout)
+    if GROUPS == 2:
+        c = gl.allocate_shared_memory(dtype, shape, desc.layout)
+        d = gl.allocate_shared_memory(dtype, shape, desc.layout)
+        return (a, b, c, d)
     else:
-        return buffer._reinterpret(desc.dtype, shape, desc.layout)
+        return (a, b)
+
+
+@gluon.jit
+def copy_rows(tiles, descs, places, batch, head, first, first_dim: gl.constexpr):
+    """Write the rows from `first` on of two outputs, which two tiles hold, by way of shared memory: it is free for other things
+    after `copies_read` only.
+    """
+    for i in gl.static_range(2):
+        places[i].index(0).reshape(tiles[i].shape).store(tiles[i].to(descs[i].dtype))
+    fence_async_shared()
+    thread_barrier()
+    for i in gl.static_range(2):
+        async_store(descs[i], [batch, head, first, first_dim], places[i].index(0))
 
 
 @gluon.jit
 def copies_read(BY_COPY: gl.constexpr):
-    """Wait until the copies of `write_rows` have read what they write."""
+    """Wait until the copies of `copy_rows` have read what they write."""
     if BY_COPY:
         tma.store_wait(0)
         thread_barrier()
@@ -425,15 +434,17 @@ def number_of_parts(programs: int, group: int, device: torch.device) -> int:
     return next((n for n in range(1, group + 1) if group % n == 0 and programs * n >= enough), group)
 
 
-def number_of_programs(problem: Problem, items: int, num_warps: int) -> int:
+def number_of_programs(problem: Problem, items: int, pair: bool) -> int:
     """As many as run at once: two of four computing warps on a multiprocessor, or one of eight. They go from item to item."""
-    return min(items, torch.cuda.get_device_properties(problem.device).multi_processor_count * 8 // num_warps)
+    return min(
+        items, torch.cuda.get_device_properties(problem.device).multi_processor_count * (1 if pair else 2)
+    )
 
 
-def share_of_registers(num_warps: int) -> int:
+def share_of_registers(pair: bool) -> int:
     """Registers a thread when the kernel starts, with the four warps among which the copying one is: for as many programs on a
     multiprocessor as `number_of_programs` counts. The copying warp then hands most of its share over."""
-    return 128 if num_warps == 4 else 168
+    return 168 if pair else 128
 
 
 def common_arguments(problem: Problem) -> dict:
@@ -459,13 +470,13 @@ def _block_d(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def tile_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+def tile_descriptor(x: Tensor, block: int, columns: int | None = None) -> TensorDescriptor:
     """TMA's view of [B, H, N, d] in tiles of `block` rows; columns beyond d are read as 0.
 
     A dimension of size 1 has any stride.
     """
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
-    shape = [1, 1, block, _block_d(x.shape[3])]
+    shape = [1, 1, block, columns or _block_d(x.shape[3])]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
 
 

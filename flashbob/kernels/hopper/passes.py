@@ -37,6 +37,8 @@ from .common import (
     able,
     common_arguments,
     copies_read,
+    copy_rows,
+    exchange_places,
     keys_of_rows,
     load_lse,
     load_padding,
@@ -49,21 +51,18 @@ from .common import (
     stream_rows,
     thread_barrier,
     tile_descriptor,
-    tiles_of,
     vectors_descriptor,
     write_rows,
 )
 
 
 @gluon.jit
-def _share(tile, operands, index, PAIR: gl.constexpr, OPERAND: gl.constexpr):
-    """A tile of scores as the left operand of an output product: in registers; of a PAIR, in shared memory for both."""
+def _part(tile, i: gl.constexpr, PAIR: gl.constexpr, dim: gl.constexpr):
+    """Half `i` of a tile's rows (dim 0) or columns (1), of a PAIR; else all of it."""
     if PAIR:
-        buffer = operands.index(index)
-        buffer.store(tile)
-        return buffer
+        return tile.slice(i * (tile.shape[dim] // 2), tile.shape[dim] // 2, dim)
     else:
-        return gl.convert_layout(tile, OPERAND)
+        return tile
 
 
 @gluon.jit
@@ -77,25 +76,38 @@ def _zero(stage, PAIR: gl.constexpr):
 
 
 @gluon.jit
-def _meet(PAIR: gl.constexpr):
-    """Both warpgroups of a PAIR have stored their halves, and the tensor cores may read them."""
+def _give(tile, place, i: gl.constexpr, PAIR: gl.constexpr):
+    """Store a warpgroup's scores where the other one of a PAIR takes the left operand of its products from."""
+    if PAIR:
+        place.slice(i * tile.shape[1], tile.shape[1], 1).store(tile)
+
+
+@gluon.jit
+def _places(exchange, i: gl.constexpr, zero, PAIR: gl.constexpr):
+    if PAIR:
+        first, second = exchange[2 * i].index(zero), exchange[2 * i + 1].index(zero)
+        return first.reshape([first.shape[2], first.shape[3]]), second.reshape(
+            [second.shape[2], second.shape[3]]
+        )
+    else:
+        return exchange[0], exchange[1]
+
+
+@gluon.jit
+def _taken(place, i: gl.constexpr):
+    return place.slice(i * (place.shape[1] // 2), place.shape[1] // 2, 1)
+
+
+@gluon.jit
+def _given(barrier, PAIR: gl.constexpr):
     if PAIR:
         fence_async_shared()
-        thread_barrier()
+        mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
 def _sum_over_rows(
-    held,
-    rings,
-    vectors_ring,
-    operands,
-    barriers,
-    items,
-    sizes,
-    padding,
-    scale,
-    outputs,
+    arguments,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -106,10 +118,12 @@ def _sum_over_rows(
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
     PAIR: gl.constexpr,
+    ME: gl.constexpr,
     BY_COPY: gl.constexpr,
 ):
     """The computing warps of the column pass."""
-    k_smem, v_smem, u_k_smem, u_v_smem = held
+    held, rings, vectors_ring, exchange, barriers, items, sizes, padding, scale, outputs = arguments
+    k_ring, v_ring, u_k_ring, u_v_ring = held
     q_ring, do_ring, u_q_ring = rings
     MEMBERS, N_q, N_k, window = sizes
     (
@@ -119,20 +133,28 @@ def _sum_over_rows(
         grad_v_strides,
         grad_k_desc,
         grad_v_desc,
-        staging,
         split_stride,
     ) = outputs
     dtype: gl.constexpr = q_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_D // GROUPS, 16])
+    OTHER: gl.constexpr = 1 - ME
+    ROWS: gl.constexpr = BLOCK_M // GROUPS
+    DIMS: gl.constexpr = BLOCK_D // GROUPS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
+    GIVEN: gl.constexpr = 2 * STAGES + 2
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    HELD_STAGES: gl.constexpr = u_k_ring.shape[0]
+    gl.static_assert(
+        HELD_OPERANDS >= 2, "K and V are in registers: their places are free for the next item's"
+    )
     held_free = barriers.index(2 * STAGES + 1)
-    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
+    columns = ME * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([BLOCK_N, ROWS], gl.float32, SCORES)
 
     r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
+    last, last_phase, turn = 0 * N_q - 1, 0 * N_q, 0 * N_q
     mbarrier.wait(barriers.index(2 * STAGES), 0)
     n0 = published(items, 0, 0)
     while n0 >= 0:
@@ -142,41 +164,42 @@ def _sum_over_rows(
         keys = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
         if PADDING:
             attended = load_padding(padding[0] + batch.to(gl.int64) * padding[1], padding[2], keys, N_k)
-        k_sum = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
-        v_sum = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, SUMS)
+        k_sum = gl.zeros([BLOCK_N, DIMS], gl.float32, SUMS)
+        v_sum = gl.zeros([BLOCK_N, DIMS], gl.float32, SUMS)
 
-        k = k_smem.reshape([BLOCK_N, BLOCK_D])
-        v = v_smem.reshape([BLOCK_N, BLOCK_D])
-        u_k = u_k_smem.reshape([BLOCK_N, BLOCK_D])
-        u_v = u_v_smem.reshape([BLOCK_N, BLOCK_D])
         # Products of two operands in shared memory, 32 columns wide, are held up by it: keep what registers have room for.
-        if HELD_OPERANDS >= 1:
-            k = k.load(HELD)
-        if HELD_OPERANDS >= 2:
-            v = v.load(HELD)
+        k = k_ring.index(0).reshape([BLOCK_N, BLOCK_D]).load(HELD)
+        v = v_ring.index(0).reshape([BLOCK_N, BLOCK_D]).load(HELD)
+        u_k = u_k_ring.index(r % HELD_STAGES).reshape([BLOCK_N, BLOCK_D])
+        u_v = u_v_ring.index(r % HELD_STAGES).reshape([BLOCK_N, BLOCK_D])
         if HELD_OPERANDS >= 3:
             u_v = u_v.load(HELD)
         if HELD_OPERANDS >= 4:
             u_k = u_k.load(HELD)
-            release(held_free)  # the next item's may come
-
         copies_read(BY_COPY)
+        release(held_free)  # the next item's may come
         m0 = lo
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
         first_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
-        s = warpgroup_mma(k, first_q.permute([1, 0]), nothing, use_acc=False)
+        s = warpgroup_mma(k, _part(first_q, ME, PAIR, 0).permute([1, 0]), nothing, use_acc=False)
+        thread_barrier()
         for it in range(total):
             q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             do = do_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
             u_q = u_q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
-            zero = _zero(stage, PAIR)
             vectors = vectors_ring.index(stage).reshape([4, BLOCK_M])  # log2(e) L, D, α, α D + E
-            a = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
-            f = warpgroup_mma(k, u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            f = warpgroup_mma(u_k, q.permute([1, 0]), f, is_async=True)
-            c = warpgroup_mma(u_v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            zero = _zero(stage, PAIR)
+            mine = _places(exchange, ME, zero, PAIR)
+            its = _places(exchange, OTHER, zero, PAIR)
+            my_q, my_do, my_u_q = _part(q, ME, PAIR, 0), _part(do, ME, PAIR, 0), _part(u_q, ME, PAIR, 0)
+            a = warpgroup_mma(v, my_do.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
+            f = warpgroup_mma(k, my_u_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            f = warpgroup_mma(u_k, my_q.permute([1, 0]), f, is_async=True)
+            c = warpgroup_mma(u_v, my_do.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
-            p = gl.exp2(s * (scale * LOG2E) - vectors.slice(0, 1).load(SCORES))  # P = exp(S − L)
+            p = gl.exp2(
+                s * (scale * LOG2E) - _part(vectors.slice(0, 1), ME, PAIR, 1).load(SCORES)
+            )  # P = exp(S − L)
             if CAUSAL:
                 if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
                     distance = m0 + columns[None, :] + (N_k - N_q) - keys[:, None]
@@ -187,44 +210,67 @@ def _sum_over_rows(
             if PADDING:
                 p = gl.where(attended[:, None], p, 0.0)
             a = warpgroup_mma_wait(3, deps=[a])
-            centered = a - vectors.slice(1, 1).load(SCORES)
-            pc = _share((p * centered).to(dtype), operands, zero + 0, PAIR, OPERAND)
-            if not PAIR:
-                k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
-                f = warpgroup_mma_wait(2, deps=[f])
-            else:
-                f = warpgroup_mma_wait(1, deps=[f])
-            h = f * scale - vectors.slice(2, 1).load(SCORES)  # h = F − α
-            ph = _share((p * h).to(dtype), operands, zero + 1, PAIR, OPERAND)
-            _meet(PAIR)
-            if PAIR:
-                k_sum = warpgroup_mma(pc, u_q, k_sum, is_async=True)  # dSᵀ U_Q
-            v_sum = warpgroup_mma(ph, do, v_sum, is_async=True)  # (P ⊙ h)ᵀ dO
+            centered = a - _part(vectors.slice(1, 1), ME, PAIR, 1).load(SCORES)
+            pc = (p * centered).to(dtype)
+            if PAIR:  # the other has done with what it took of the tile before
+                mbarrier.wait(barriers.index(last), last_phase, pred=last >= 0)
+            _give(pc, mine[0], 0, PAIR)
+            pc = gl.convert_layout(pc, OPERAND)
+            k_sum = warpgroup_mma(pc, _part(my_u_q, ME, PAIR, 1), k_sum, is_async=True)  # dSᵀ U_Q
+            f = warpgroup_mma_wait(2, deps=[f])
+            h = f * scale - _part(vectors.slice(2, 1), ME, PAIR, 1).load(SCORES)  # h = F − α
+            ph = (p * h).to(dtype)
+            _give(ph, mine[0], 1, PAIR)
+            ph = gl.convert_layout(ph, OPERAND)
+            v_sum = warpgroup_mma(ph, _part(my_do, ME, PAIR, 1), v_sum, is_async=True)  # (P ⊙ h)ᵀ dO
+            _given(barriers.index(GIVEN + 2 * ME), PAIR)
             c = warpgroup_mma_wait(2, deps=[c])
             # S̃ = P ⊙ (P̃ − E)
-            ps = (p * (h * centered + (c - vectors.slice(3, 1).load(SCORES)))).to(dtype)
-            ps = _share(ps, operands, zero + 2, PAIR, OPERAND)
-            _meet(PAIR)
+            ps = (p * (h * centered + (c - _part(vectors.slice(3, 1), ME, PAIR, 1).load(SCORES)))).to(dtype)
+            _give(ps, mine[1], 0, PAIR)
+            ps = gl.convert_layout(ps, OPERAND)
+            _given(barriers.index(GIVEN + 2 * ME + 1), PAIR)
+            k_sum = warpgroup_mma(ps, _part(my_q, ME, PAIR, 1), k_sum, is_async=True)  # S̃ᵀ Q
+            if PAIR:  # the other half of the tile
+                its_q, its_do, its_u_q = (
+                    _part(q, OTHER, PAIR, 0),
+                    _part(do, OTHER, PAIR, 0),
+                    _part(u_q, OTHER, PAIR, 0),
+                )
+                mbarrier.wait(barriers.index(GIVEN + 2 * OTHER), turn)
+                k_sum = warpgroup_mma(_taken(its[0], 0), _part(its_u_q, ME, PAIR, 1), k_sum, is_async=True)
+                v_sum = warpgroup_mma(_taken(its[0], 1), _part(its_do, ME, PAIR, 1), v_sum, is_async=True)
+                mbarrier.wait(barriers.index(GIVEN + 2 * OTHER + 1), turn)
+                k_sum = warpgroup_mma(_taken(its[1], 0), _part(its_q, ME, PAIR, 1), k_sum, is_async=True)
+                last, last_phase, turn = STAGES + stage, phase, turn ^ 1
             used = STAGES + stage
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
-            k_sum = warpgroup_mma(ps, q, k_sum, is_async=True)  # S̃ᵀ Q
             # The next tile's first product runs in the shadow of this one's last. Sums in flight across the loop's edge would
             # make ptxas serialize every product.
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
             next_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
-            s = warpgroup_mma(k, next_q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                k, _part(next_q, ME, PAIR, 0).permute([1, 0]), nothing, use_acc=False, is_async=True
+            )
             k_sum, v_sum, s = warpgroup_mma_wait(0, deps=[k_sum, v_sum, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
-        if HELD_OPERANDS < 4:
-            release(held_free)
         offset = split.to(gl.int64) * split_stride
-        out_k = (grad_k_ptr + offset, grad_k_strides, grad_k_desc, staging, 0)
-        write_rows(k_sum * scale, out_k, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
-        out_v = (grad_v_ptr + offset, grad_v_strides, grad_v_desc, staging, 1)
-        write_rows(v_sum, out_v, batch, kv_head, n0, N_k, HEAD_DIM, SUMS, BY_COPY)
+        k_sum *= scale
+        if PAIR and BY_COPY:
+            mbarrier.wait(barriers.index(last), last_phase, pred=last >= 0)
+        if BY_COPY:
+            places = (exchange[2 * ME], exchange[2 * ME + 1])
+            copy_rows((k_sum, v_sum), (grad_k_desc, grad_v_desc), places, batch, kv_head, n0, ME * DIMS)
+        else:
+            write_rows(
+                k_sum, grad_k_ptr + offset, grad_k_strides, batch, kv_head, n0, N_k, ME * DIMS, HEAD_DIM, SUMS
+            )
+            write_rows(
+                v_sum, grad_v_ptr + offset, grad_v_strides, batch, kv_head, n0, N_k, ME * DIMS, HEAD_DIM, SUMS
+            )
         r += 1
         mbarrier.wait(barriers.index(2 * STAGES), r & 1)
         n0 = published(items, 0, 0)
@@ -270,59 +316,153 @@ def _column_pass(
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
     BY_COPY: gl.constexpr,
+    PAIR: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    PAIR: gl.constexpr = num_warps == 8
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    u_k_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
-    u_v_smem = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
+    GROUPS: gl.constexpr = 2 if PAIR else 1
+    HELD_STAGES: gl.constexpr = (
+        1 if HELD_OPERANDS == 4 else 2
+    )  # of what stays in shared memory to an item's end
+    k_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    u_k_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
+    u_v_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
     u_q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], u_q_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 1, BLOCK_M], vectors_desc.layout)
-    operands = k_smem  # of a single warpgroup, unused
-    if PAIR:
-        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-        operands = gl.allocate_shared_memory(dtype, [4, BLOCK_N, BLOCK_M], SHARED)
-    staging = operands  # where results are copied from: a pair's operands, which are used up at an item's end
-    if PAIR and BY_COPY:
-        staging = tiles_of(k_desc, operands, [2, 1, 1, BLOCK_N, BLOCK_D])
-    elif BY_COPY:
-        staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES + 2):
-        mbarrier.init(barriers.index(i), count=1)
+    # What the warpgroups of a PAIR give each other, two tiles each; results are copied from there, too.
+    exchange = (k_ring, k_ring, k_ring, k_ring)
+    if PAIR or BY_COPY:
+        exchange = exchange_places(grad_k_desc, dtype, GROUPS)
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 6, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * STAGES + 6):
+        mbarrier.init(
+            barriers.index(i), count=GROUPS if (STAGES <= i and i < 2 * STAGES) or i == 2 * STAGES + 1 else 1
+        )
 
     items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
     held_descs = (k_desc, v_desc, u_k_desc, u_v_desc)
-    held = (k_smem, v_smem, u_k_smem, u_v_smem)
+    held = (k_ring, v_ring, u_k_ring, u_v_ring)
     descs = (q_desc, do_desc, u_q_desc)
     rings = (q_ring, do_ring, u_q_ring)
     work = (num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window)
     sizes = (MEMBERS, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     outputs = (
-        grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, grad_k_desc, grad_v_desc, staging, split_stride
+        grad_k_ptr, grad_v_ptr, grad_k_strides, grad_v_strides, grad_k_desc, grad_v_desc, split_stride
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (
-                _sum_over_rows,
-                (held, rings, vectors_ring, operands, barriers, items, sizes, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, BY_COPY),
-            ),
-            (
-                stream_rows,
-                (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, schedule, work,
-                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES),
-            ),
-        ],
-        [1],
-        [COPYING_REGISTERS],
-    )  # fmt: skip
+    arguments = (held, rings, vectors_ring, exchange, barriers, items, sizes, padding_row, scale, outputs)
+    if PAIR:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_over_rows,
+                    (
+                        arguments,
+                        CAUSAL,
+                        WINDOW,
+                        PADDING,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_OPERANDS,
+                        PAIR,
+                        0,
+                        BY_COPY,
+                    ),
+                ),
+                (
+                    _sum_over_rows,
+                    (
+                        arguments,
+                        CAUSAL,
+                        WINDOW,
+                        PADDING,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_OPERANDS,
+                        PAIR,
+                        1,
+                        BY_COPY,
+                    ),
+                ),
+                (
+                    stream_rows,
+                    (
+                        held_descs,
+                        held,
+                        descs,
+                        rings,
+                        vectors_desc,
+                        vectors_ring,
+                        barriers,
+                        schedule,
+                        work,
+                        CAUSAL,
+                        WINDOW,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, COPYING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_over_rows,
+                    (
+                        arguments,
+                        CAUSAL,
+                        WINDOW,
+                        PADDING,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_OPERANDS,
+                        PAIR,
+                        0,
+                        BY_COPY,
+                    ),
+                ),
+                (
+                    stream_rows,
+                    (
+                        held_descs,
+                        held,
+                        descs,
+                        rings,
+                        vectors_desc,
+                        vectors_ring,
+                        barriers,
+                        schedule,
+                        work,
+                        CAUSAL,
+                        WINDOW,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+            ],
+            [1],
+            [COPYING_REGISTERS],
+        )
 
 
 def column_pass(
@@ -358,13 +498,13 @@ def column_pass(
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         for name in ("grad_k_desc", "grad_v_desc"):
-            descriptors[name] = tile_descriptor(tensors[name], block_n)
+            descriptors[name] = tile_descriptor(tensors[name], block_n, 64)
         streamed = 3 * problem.head_dim * q.element_size()
-        programs = number_of_programs(problem, sums.items, tile["num_warps"])
+        programs = number_of_programs(problem, sums.items, tile["PAIR"])
         return programs, descriptors | common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "grad_k_strides": sums_k.stride()[-4:], "grad_v_strides": sums_v.stride()[-4:],
-            "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
+            "maxnreg": share_of_registers(tile["PAIR"]), "BY_COPY": by_copy,
         }  # fmt: skip
 
     launch(_column_pass, problem, tensors, prepare, tile, by_copy)
@@ -373,34 +513,8 @@ def column_pass(
 
 
 @gluon.jit
-def _row_sums(tile, PAIR: gl.constexpr):
-    """Row sums of a tile [rows, keys]; of a PAIR, each thread's share alone, which `_sum_over_threads` adds up at the end."""
-    if PAIR:
-        return gl.sum(gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 16, 8]), 2)
-    else:
-        return gl.sum(tile, 1)
-
-
-@gluon.jit
-def _sum_over_threads(sums, PAIR: gl.constexpr, ROWS: gl.constexpr):
-    if PAIR:
-        return gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), ROWS)
-    else:
-        return sums
-
-
-@gluon.jit
 def _sum_over_keys(
-    held,
-    rings,
-    operands,
-    barriers,
-    items,
-    sizes,
-    lse_ptr,
-    padding,
-    scale,
-    outputs,
+    arguments,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
@@ -411,10 +525,12 @@ def _sum_over_keys(
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
     PAIR: gl.constexpr,
+    ME: gl.constexpr,
     HELD_STAGES: gl.constexpr,
     BY_COPY: gl.constexpr,
 ):
     """The computing warps of the row pass."""
+    held, rings, exchange, sums, barriers, items, sizes, lse_ptr, padding, scale, outputs = arguments
     gl.static_assert(
         not PAIR or (HELD_OPERANDS < 2 and HELD_STAGES == 1), "a pair streams dO and U_Q from one stage"
     )
@@ -422,11 +538,14 @@ def _sum_over_keys(
     k_ring, v_ring, u_k_ring, u_v_ring = rings
     H, N_q, N_k, window = sizes
     grads, vectors_ptr, vector_stride, padded_rows = outputs
-    grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc, staging = grads
+    grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc = grads
     dtype: gl.constexpr = k_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_D // GROUPS, 16])
+    OTHER: gl.constexpr = 1 - ME
+    KEYS: gl.constexpr = BLOCK_N // GROUPS
+    DIMS: gl.constexpr = BLOCK_D // GROUPS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -435,13 +554,16 @@ def _sum_over_keys(
         barriers.index(2 * STAGES + 2 * HELD_STAGES),
         barriers.index(2 * STAGES + 2 * HELD_STAGES + 1),
     )
-    keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    GIVEN: gl.constexpr = 2 * STAGES + 2 * HELD_STAGES + 2
+    keys = ME * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([BLOCK_M, KEYS], gl.float32, SCORES)
 
     r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
+    last, last_phase, turn = 0 * N_q - 1, 0 * N_q, 0 * N_q
     mbarrier.wait(barriers.index(2 * STAGES), 0)
     block = published(items, 0, 0)
     while block >= 0:
+        copies_read(BY_COPY)
         held_stage = r % HELD_STAGES
         batch, head = published(items, held_stage, 1), published(items, held_stage, 2)
         batch_head = batch * H + head
@@ -457,25 +579,28 @@ def _sum_over_keys(
         o_smem = o_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         do = do_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         u_q = u_q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
+        q = q_smem.load(HELD)
+        mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
+        first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+        s = warpgroup_mma(
+            q, _part(first_k, ME, PAIR, 0).permute([1, 0]), nothing, use_acc=False, is_async=True
+        )
         do_tile = do.load(HELD)
         delta = gl.sum(do_tile.to(gl.float32) * o_smem.load(HELD).to(gl.float32), 1)
         delta = gl.convert_layout(delta, ROWS)  # D = <dO, O>
-        q = q_smem.load(HELD)
         if HELD_OPERANDS >= 2:
             do = do_tile
         if HELD_OPERANDS >= 3:
             u_q = u_q.load(HELD)
-        copies_read(BY_COPY)
         release(q_read)
 
-        alpha = _row_sums(nothing, PAIR)
+        alpha = gl.sum(nothing, 1)
         e0 = alpha
-        omega = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
-        b = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
-        do_sum = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, SUMS)
-        mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
-        first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-        s = warpgroup_mma(q, first_k.permute([1, 0]), nothing, use_acc=False)
+        omega = gl.zeros([BLOCK_M, DIMS], gl.float32, SUMS)
+        b = gl.zeros([BLOCK_M, DIMS], gl.float32, SUMS)
+        do_sum = gl.zeros([BLOCK_M, DIMS], gl.float32, SUMS)
+        s = warpgroup_mma_wait(0, deps=[s])
+        thread_barrier()
         for it in range(total):
             n0 = lo + it * BLOCK_N
             k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
@@ -483,13 +608,17 @@ def _sum_over_keys(
             u_k = u_k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             u_v = u_v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             zero = _zero(stage, PAIR)
+            mine = _places(exchange, ME, zero, PAIR)
+            its = _places(exchange, OTHER, zero, PAIR)
             if PAIR:
                 do = do_ring.index(zero).reshape([BLOCK_M, BLOCK_D])
                 u_q = u_q_ring.index(zero).reshape([BLOCK_M, BLOCK_D])
-            a = warpgroup_mma(do, v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
-            f = warpgroup_mma(u_q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            f = warpgroup_mma(q, u_k.permute([1, 0]), f, is_async=True)
-            c = warpgroup_mma(do, u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            my_k, my_v = _part(k, ME, PAIR, 0), _part(v, ME, PAIR, 0)
+            my_u_k, my_u_v = _part(u_k, ME, PAIR, 0), _part(u_v, ME, PAIR, 0)
+            a = warpgroup_mma(do, my_v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
+            f = warpgroup_mma(u_q, my_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            f = warpgroup_mma(q, my_u_k.permute([1, 0]), f, is_async=True)
+            c = warpgroup_mma(do, my_u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
             if PADDING:
                 attended = load_padding(padding_row, padding[2], n0 + keys, N_k)
@@ -504,68 +633,97 @@ def _sum_over_keys(
                 p = gl.where(valid, p, 0.0)
             if PADDING:
                 p = gl.where(attended[None, :], p, 0.0)
-            pb = _share(p.to(dtype), operands, zero + 0, PAIR, OPERAND)
-            if not PAIR:
-                b = warpgroup_mma(pb, k, b, is_async=True)  # P K
-                do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
-                a = warpgroup_mma_wait(5, deps=[a])
-            else:
-                a = warpgroup_mma_wait(3, deps=[a])
+            if PAIR:  # the other has done with what it took of the tile before
+                mbarrier.wait(barriers.index(last), last_phase, pred=last >= 0)
+            pb = p.to(dtype)
+            _give(pb, mine[0], 0, PAIR)
+            pb = gl.convert_layout(pb, OPERAND)
+            b = warpgroup_mma(pb, _part(my_k, ME, PAIR, 1), b, is_async=True)  # P K
+            do_sum = warpgroup_mma(pb, _part(my_u_v, ME, PAIR, 1), do_sum, is_async=True)  # P U_V
+            a = warpgroup_mma_wait(5, deps=[a])
             centered = a - delta[:, None]
-            pc = _share((p * centered).to(dtype), operands, zero + 1, PAIR, OPERAND)
-            _meet(PAIR)
-            if PAIR:
-                b = warpgroup_mma(pb, k, b, is_async=True)  # P K
-                do_sum = warpgroup_mma(pb, u_v, do_sum, is_async=True)  # P U_V
-            omega = warpgroup_mma(pc, u_k, omega, is_async=True)  # dS U_K
+            pc = (p * centered).to(dtype)
+            _give(pc, mine[0], 1, PAIR)
+            pc = gl.convert_layout(pc, OPERAND)
+            omega = warpgroup_mma(pc, _part(my_u_k, ME, PAIR, 1), omega, is_async=True)  # dS U_K
+            _given(barriers.index(GIVEN + 2 * ME), PAIR)
             f = warpgroup_mma_wait(4, deps=[f])
             f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
             pf = p * f
-            alpha += _row_sums(pf, PAIR)
-            pf = _share(pf.to(dtype), operands, zero + 2, PAIR, OPERAND)
-            if not PAIR:
-                do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
-                c = warpgroup_mma_wait(4, deps=[c])
-            else:
-                c = warpgroup_mma_wait(3, deps=[c])
+            alpha += gl.sum(pf, 1)
+            pf = pf.to(dtype)
+            _give(pf, mine[1], 0, PAIR)
+            pf = gl.convert_layout(pf, OPERAND)
+            do_sum = warpgroup_mma(pf, _part(my_v, ME, PAIR, 1), do_sum, is_async=True)  # (P ⊙ F) V
+            c = warpgroup_mma_wait(4, deps=[c])
             ps = p * (f * centered + c)  # P ⊙ P̃°
-            e0 += _row_sums(ps, PAIR)
-            ps = _share(ps.to(dtype), operands, zero + 3, PAIR, OPERAND)
-            _meet(PAIR)
-            if PAIR:
-                do_sum = warpgroup_mma(pf, v, do_sum, is_async=True)  # (P ⊙ F) V
+            e0 += gl.sum(ps, 1)
+            ps = ps.to(dtype)
+            _give(ps, mine[1], 1, PAIR)
+            ps = gl.convert_layout(ps, OPERAND)
+            omega = warpgroup_mma(ps, _part(my_k, ME, PAIR, 1), omega, is_async=True)  # (P ⊙ P̃°) K
+            _given(barriers.index(GIVEN + 2 * ME + 1), PAIR)
+            if PAIR:  # the other half of the tile
+                its_k, its_v = (
+                    _part(_part(k, OTHER, PAIR, 0), ME, PAIR, 1),
+                    _part(_part(v, OTHER, PAIR, 0), ME, PAIR, 1),
+                )
+                its_u_k, its_u_v = (
+                    _part(_part(u_k, OTHER, PAIR, 0), ME, PAIR, 1),
+                    _part(_part(u_v, OTHER, PAIR, 0), ME, PAIR, 1),
+                )
+                mbarrier.wait(barriers.index(GIVEN + 2 * OTHER), turn)
+                b = warpgroup_mma(_taken(its[0], 0), its_k, b, is_async=True)
+                do_sum = warpgroup_mma(_taken(its[0], 0), its_u_v, do_sum, is_async=True)
+                omega = warpgroup_mma(_taken(its[0], 1), its_u_k, omega, is_async=True)
+                mbarrier.wait(barriers.index(GIVEN + 2 * OTHER + 1), turn)
+                do_sum = warpgroup_mma(_taken(its[1], 0), its_v, do_sum, is_async=True)
+                omega = warpgroup_mma(_taken(its[1], 1), its_k, omega, is_async=True)
+                last, last_phase, turn = STAGES + stage, phase, turn ^ 1
             used = STAGES + stage
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-            omega = warpgroup_mma(ps, k, omega, is_async=True)  # (P ⊙ P̃°) K
             # The next tile's first product runs in the shadow of this one's last.
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
             next_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            s = warpgroup_mma(q, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                q, _part(next_k, ME, PAIR, 0).permute([1, 0]), nothing, use_acc=False, is_async=True
+            )
             b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
-        alpha = _sum_over_threads(alpha, PAIR, ROWS)
-        e0 = _sum_over_threads(e0, PAIR, ROWS)
-        vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
-        stride = vector_stride.to(gl.int64)
-        gl.store(vectors, lse2)
-        gl.store(vectors + stride, delta)
-        gl.store(vectors + 2 * stride, alpha)
-        gl.store(vectors + 3 * stride, e0)  # α D + E = E°
-
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-        e0 = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
         mbarrier.wait(dq_barrier, r & 1)
-        dq = q_smem.load(SUMS)
-        o = o_smem.load(SUMS)
+        dq = _part(q_smem, ME, PAIR, 1).load(SUMS)
+        o = _part(o_smem, ME, PAIR, 1).load(SUMS)
         release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
-        grad_q = scale * (omega - e0 * b) - alpha * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
-        out_q = (grad_q_ptr, grad_q_strides, grad_q_desc, staging, 0)
-        write_rows(grad_q, out_q, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
-        grad_do = do_sum - alpha * o.to(gl.float32)  # dÕ = dÕ° − α O
-        out_do = (grad_do_ptr, grad_do_strides, grad_do_desc, staging, 1)
-        write_rows(grad_do, out_do, batch, head, m0, N_q, HEAD_DIM, SUMS, BY_COPY)
+        if PAIR:  # each has seen half of the keys
+            mine_at, its_at = r % 2 * 4 + 2 * ME, r % 2 * 4 + 2 * OTHER
+            sums.index(mine_at).store(alpha)
+            sums.index(mine_at + 1).store(e0)
+            mbarrier.arrive(barriers.index(GIVEN + 4 + ME), count=1)
+            mbarrier.wait(barriers.index(GIVEN + 4 + OTHER), r & 1)
+            alpha += sums.index(its_at).load(ROWS)
+            e0 += sums.index(its_at + 1).load(ROWS)
+        alpha_rows = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+        e0_rows = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
+        grad_q = scale * (omega - e0_rows * b) - alpha_rows * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
+        grad_do = do_sum - alpha_rows * o.to(gl.float32)  # dÕ = dÕ° − α O
+        if PAIR and BY_COPY:
+            mbarrier.wait(barriers.index(last), last_phase, pred=last >= 0)
+        if BY_COPY:
+            places = (exchange[2 * ME], exchange[2 * ME + 1])
+            copy_rows((grad_q, grad_do), (grad_q_desc, grad_do_desc), places, batch, head, m0, ME * DIMS)
+        else:
+            write_rows(grad_q, grad_q_ptr, grad_q_strides, batch, head, m0, N_q, ME * DIMS, HEAD_DIM, SUMS)
+            write_rows(grad_do, grad_do_ptr, grad_do_strides, batch, head, m0, N_q, ME * DIMS, HEAD_DIM, SUMS)
+        if ME == 0:
+            # Last, for fences wait for stores.
+            vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
+            stride = vector_stride.to(gl.int64)
+            gl.store(vectors, lse2)
+            gl.store(vectors + stride, delta)
+            gl.store(vectors + 2 * stride, alpha)
+            gl.store(vectors + 3 * stride, e0)  # α D + E = E°
         r += 1
         mbarrier.wait(barriers.index(HELD_BARRIERS + r % HELD_STAGES), r // HELD_STAGES & 1)
         block = published(items, r % HELD_STAGES, 0)
@@ -614,10 +772,11 @@ def _row_pass(
     STAGES: gl.constexpr,
     HELD_OPERANDS: gl.constexpr,
     BY_COPY: gl.constexpr,
+    PAIR: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    PAIR: gl.constexpr = num_warps == 8
+    GROUPS: gl.constexpr = 2 if PAIR else 1
     HELD_STAGES: gl.constexpr = 1 if PAIR else 2
     q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
@@ -627,20 +786,24 @@ def _row_pass(
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
     u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
-    operands = q_ring  # of a single warpgroup, unused
+    exchange = (q_ring, q_ring, q_ring, q_ring)
+    sums = q_ring
+    if PAIR or BY_COPY:
+        exchange = exchange_places(grad_q_desc, dtype, GROUPS)
     if PAIR:
-        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
-        operands = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N], SHARED)
-    staging = operands
-    if PAIR and BY_COPY:
-        staging = tiles_of(q_desc, operands, [2, 1, 1, BLOCK_M, BLOCK_D])
-    elif BY_COPY:
-        staging = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    barriers = gl.allocate_shared_memory(
-        gl.int64, [2 * STAGES + 2 * HELD_STAGES + 2, 1], mbarrier.MBarrierLayout()
-    )
-    for i in gl.static_range(2 * STAGES + 2 * HELD_STAGES + 2):
-        mbarrier.init(barriers.index(i), count=1)
+        sums = gl.allocate_shared_memory(gl.float32, [8, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    FIRST: gl.constexpr = 2 * STAGES
+    LAST: gl.constexpr = 2 * STAGES + 2 * HELD_STAGES + 2
+    barriers = gl.allocate_shared_memory(gl.int64, [LAST + 6, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LAST + 6):
+        mbarrier.init(
+            barriers.index(i),
+            count=GROUPS
+            if (STAGES <= i and i < FIRST)
+            or (FIRST + HELD_STAGES <= i and i < FIRST + 2 * HELD_STAGES)
+            or i == LAST - 1
+            else 1,
+        )
 
     items = gl.allocate_shared_memory(gl.int32, [HELD_STAGES * ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
@@ -651,24 +814,122 @@ def _row_pass(
     work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
     sizes = (H, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
-    grads = (grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc, staging)
+    grads = (grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc)
     outputs = (grads, vectors_ptr, vector_stride, padded_rows)
-    gl.warp_specialize(
-        [
-            (
-                _sum_over_keys,
-                (held, rings, operands, barriers, items, sizes, lse_ptr, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, PAIR, HELD_STAGES, BY_COPY),
-            ),
-            (
-                stream_keys,
-                (held_descs, held, dq_desc, descs, rings, barriers, schedule, work,
-                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True),
-            ),
-        ],
-        [1],
-        [COPYING_REGISTERS],
-    )  # fmt: skip
+    arguments = (held, rings, exchange, sums, barriers, items, sizes, lse_ptr, padding_row, scale, outputs)
+    if PAIR:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_over_keys,
+                    (
+                        arguments,
+                        CAUSAL,
+                        WINDOW,
+                        PADDING,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_OPERANDS,
+                        PAIR,
+                        0,
+                        HELD_STAGES,
+                        BY_COPY,
+                    ),
+                ),
+                (
+                    _sum_over_keys,
+                    (
+                        arguments,
+                        CAUSAL,
+                        WINDOW,
+                        PADDING,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_OPERANDS,
+                        PAIR,
+                        1,
+                        HELD_STAGES,
+                        BY_COPY,
+                    ),
+                ),
+                (
+                    stream_keys,
+                    (
+                        held_descs,
+                        held,
+                        dq_desc,
+                        descs,
+                        rings,
+                        barriers,
+                        schedule,
+                        work,
+                        CAUSAL,
+                        WINDOW,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_STAGES,
+                        True,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, COPYING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _sum_over_keys,
+                    (
+                        arguments,
+                        CAUSAL,
+                        WINDOW,
+                        PADDING,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_OPERANDS,
+                        PAIR,
+                        0,
+                        HELD_STAGES,
+                        BY_COPY,
+                    ),
+                ),
+                (
+                    stream_keys,
+                    (
+                        held_descs,
+                        held,
+                        dq_desc,
+                        descs,
+                        rings,
+                        barriers,
+                        schedule,
+                        work,
+                        CAUSAL,
+                        WINDOW,
+                        BLOCK_D,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        HELD_STAGES,
+                        True,
+                    ),
+                ),
+            ],
+            [1],
+            [COPYING_REGISTERS],
+        )
 
 
 def row_pass(
@@ -709,15 +970,15 @@ def row_pass(
             for name, x in (("q", q), ("do", do), ("u_q", u_q), ("o", o), ("dq", dq))
         }
         for name in ("grad_q_desc", "grad_do_desc"):
-            descriptors[name] = tile_descriptor(tensors[name], block_m)
+            descriptors[name] = tile_descriptor(tensors[name], block_m, 64)
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         items = problem.padded_rows // block_m * num_heads
         order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
-        programs = number_of_programs(problem, items, tile["num_warps"])
+        programs = number_of_programs(problem, items, tile["PAIR"])
         return programs, descriptors | common_arguments(problem) | order | tile | {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
-            "maxnreg": share_of_registers(tile["num_warps"]), "BY_COPY": by_copy,
+            "maxnreg": share_of_registers(tile["PAIR"]), "BY_COPY": by_copy,
         }  # fmt: skip
 
     launch(_row_pass, problem, tensors, prepare, tile, by_copy)
