@@ -1,6 +1,7 @@
 """Launches: the tile, the other arguments, and on later calls neither."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -150,6 +152,7 @@ def _compile_ahead(
     running = _COMPILING.get(kernel)
     if running is not None and not running.done():
         return  # one thread at a time
+    _load_launchers_one_at_a_time()
     _, arguments = _arguments(kernel, tensors, prepare, tile)
     for name, x in tensors.items():
         if x is None:
@@ -165,6 +168,25 @@ def _compile_ahead(
             kernel.warmup(**arguments, grid=(1,)).run  # noqa: B018  loads it, and has a C compiler make its launcher
 
     _COMPILING[kernel] = _COMPILERS.submit(work)
+
+
+@functools.cache
+def _load_launchers_one_at_a_time() -> None:
+    """Have the threads of this process load launchers one after the other, those of other libraries' kernels too.
+
+    Up to triton 3.8 each kernel's launcher is an extension module of one and the same name. When Python loads such a file for the
+    second time, for two kernels with like arguments, it writes over the module of that name that was loaded last; a thread that
+    was about to take its own launcher from there gets another kernel's ("function takes exactly 54 arguments (66 given)").
+    """
+    driver: Any = triton.runtime.driver.active
+    load, lock = driver.launcher_cls, threading.Lock()
+
+    @functools.wraps(load, updated=())
+    def load_alone(*arguments: Any, **options: Any) -> Any:
+        with lock:
+            return load(*arguments, **options)
+
+    driver.launcher_cls = load_alone
 
 
 def _arguments(

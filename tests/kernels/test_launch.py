@@ -3,9 +3,12 @@
 import contextlib
 import dataclasses
 import threading
+import types
 
 import pytest
 import torch
+import triton
+from triton.runtime.build import compile_module_from_src
 
 from flashbob.kernels import common
 from flashbob.kernels import launch as launching
@@ -127,7 +130,13 @@ def test_a_plan_keeps_no_tensor_alive(call):
 
 @pytest.fixture
 def device_is_cpu(monkeypatch):
+    """Triton's driver, which a CPU has none of."""
+    driver = types.SimpleNamespace(launcher_cls=None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=driver))
+    launching._load_launchers_one_at_a_time.cache_clear()
+    yield driver
+    launching._load_launchers_one_at_a_time.cache_clear()
 
 
 def test_a_launch_waits_for_its_compilation_ahead(call, device_is_cpu):
@@ -166,6 +175,47 @@ def test_a_launch_waits_for_its_compilation_ahead(call, device_is_cpu):
     assert ahead["q_ptr"].dtype == q.dtype and ahead["q_ptr"].numel() == 0
     assert ahead["k_desc"].block == 16 and ahead["k_desc"].base.numel() == 0
     assert arguments["k_desc"].base is None, "the launch's own descriptor, emptied for its plan"
+
+
+# As Triton's launchers up to 3.8 are: one name for all of them, and state of the process (-1).
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* arguments) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+def test_threads_get_their_own_kernels_launchers(call, device_is_cpu):
+    in_between, go_on = threading.Event(), threading.Event()
+
+    def load(number, pause=False):
+        module = compile_module_from_src(src=LAUNCHER % number, name="__triton_launcher")
+        if pause:
+            in_between.set()
+            go_on.wait(0.5)
+        return module.launch
+
+    def both():
+        """Launchers 1 and 2, loaded before, by two threads, of which the first pauses before it takes what it has loaded."""
+        in_between.clear()
+        got = {}
+        first = threading.Thread(target=lambda: got.update({1: device_is_cpu.launcher_cls(1, pause=True)()}))
+        first.start()
+        assert in_between.wait(10)
+        got[2] = device_is_cpu.launcher_cls(2)()
+        first.join()
+        return got
+
+    assert [load(number)() for number in (1, 2)] == [1, 2]
+    device_is_cpu.launcher_cls = load
+    assert both() == {1: 2, 2: 2}, "Python mixes them up no more: then this needs no lock"
+    _, run = call
+    with compiling_ahead():
+        run(*tensors())
+    assert device_is_cpu.launcher_cls is not load
+    assert both() == {1: 1, 2: 2}
 
 
 def test_an_error_in_a_compilation_ahead_is_left_to_the_launch(call, device_is_cpu):
