@@ -135,13 +135,14 @@ _FALLBACK = {
 }
 
 
-def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int, num_warps: int = 4) -> dict:
+def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int, **passes: bool) -> dict:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "STAGES": stages,
         "HELD_OPERANDS": held_operands,
-        "num_warps": num_warps,
+        "num_warps": 4,
+        **passes,
     }
 
 
@@ -152,10 +153,10 @@ _HOPPER: dict[tuple[str, int], dict] = {
     ("backward_rows", 128): _hopper_entry(64, 64, stages=2, held_operands=2),
     ("backward_keys", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=1),
-    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=2) | {"PAIR": False},
-    ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1) | {"PAIR": True},
-    ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4) | {"PAIR": False},
-    ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2) | {"PAIR": True},
+    ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=2, PAIR=False),
+    ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1, PAIR=True),
+    ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4, PAIR=False),
+    ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2, PAIR=True),
 }
 _INTERPRETER = _entry(32, 32, 1, 1)
 FORCED: dict[str, dict] = {}  # tiles of the plain kernels that `forced` asks for

@@ -24,6 +24,7 @@ from .common import (
     KeySums,
     add_rows,
     common_arguments,
+    init_barriers,
     keys_of_rows,
     load_lse,
     load_padding,
@@ -190,8 +191,7 @@ def _backward_rows(
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES + 2):
-        mbarrier.init(barriers.index(i), count=1)
+    init_barriers(barriers, 0, 2 * STAGES + 2, 1)
 
     items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
@@ -369,8 +369,7 @@ def _backward_keys(
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 1, BLOCK_M], vectors_desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES + 2):
-        mbarrier.init(barriers.index(i), count=1)
+    init_barriers(barriers, 0, 2 * STAGES + 2, 1)
 
     items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)

@@ -26,6 +26,15 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 ITEM_SIZE = gl.constexpr(4)  # numbers that tell an item
 COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what it leaves
+COMPUTING_REGISTERS = gl.constexpr(240)  # of each warpgroup where two share a block
+RESULT_COLUMNS = 64  # of a result that a warpgroup holds
+
+
+@gluon.jit
+def init_barriers(barriers, first: gl.constexpr, end: gl.constexpr, count: gl.constexpr):
+    """Those from `first` to before `end`; each waits for `count` arrivals, one of each warpgroup that has a say."""
+    for i in gl.static_range(first, end):
+        mbarrier.init(barriers.index(i), count=count)
 
 
 @gluon.jit
@@ -173,9 +182,9 @@ def stream_keys(
 ):
     """The copying warp of programs that hold blocks of rows: `held` once an item, then the tiles of its keys.
 
-    Barrier i says that tile i has come, STAGES + i that it is used up; then, for each of HELD_STAGES, that the rows have come
-    and what is published of them (or that there are no more), and that they are used up. With LATE two more: that the rows
-    of `late_desc` have come, in the place of the first of `held`, and that these have been read.
+    Barrier i says that tile i has come, STAGES + i that all warpgroups have used it up; then, for each of HELD_STAGES, that the
+    rows have come and what is published of them (or that there are no more), and that they are used up. With LATE two more: that
+    the rows of `late_desc` have come, in the place of the first of `held`, and that these have been read.
     """
     gl.static_assert(STAGES > 1, "a tile is released after the next one has come")
     tickets_ptr, items = schedule
@@ -338,13 +347,15 @@ def write_rows(
 
 
 @gluon.jit
-def exchange_places(desc, dtype: gl.constexpr, GROUPS: gl.constexpr):
+def exchange_places(desc, GROUPS: gl.constexpr):
+    """Two places in shared memory for each of GROUPS warpgroups, [1, *tile of the descriptor]: for what it gives another one
+    while it computes, and for its results, which are copied from there."""
     shape: gl.constexpr = [1, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]]
-    a = gl.allocate_shared_memory(dtype, shape, desc.layout)
-    b = gl.allocate_shared_memory(dtype, shape, desc.layout)
+    a = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    b = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     if GROUPS == 2:
-        c = gl.allocate_shared_memory(dtype, shape, desc.layout)
-        d = gl.allocate_shared_memory(dtype, shape, desc.layout)
+        c = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+        d = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         return (a, b, c, d)
     else:
         return (a, b)
@@ -352,9 +363,8 @@ def exchange_places(desc, dtype: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def copy_rows(tiles, descs, places, batch, head, first, first_dim: gl.constexpr):
-    """Write the rows from `first` on of two outputs, which two tiles hold, by way of shared memory: it is free for other things
-    after `copies_read` only.
-    """
+    """Write the rows from `first` on, and the columns from `first_dim` on, of two outputs, which two tiles hold, by way of two
+    places in shared memory: they are free for other things after `copies_read` only."""
     for i in gl.static_range(2):
         places[i].index(0).reshape(tiles[i].shape).store(tiles[i].to(descs[i].dtype))
     fence_async_shared()
@@ -435,7 +445,7 @@ def number_of_parts(programs: int, group: int, device: torch.device) -> int:
 
 
 def number_of_programs(problem: Problem, items: int, pair: bool) -> int:
-    """As many as run at once: two of four computing warps on a multiprocessor, or one of eight. They go from item to item."""
+    """As many as run at once: one that two warpgroups share on a multiprocessor, or two of one. They go from item to item."""
     return min(
         items, torch.cuda.get_device_properties(problem.device).multi_processor_count * (1 if pair else 2)
     )
@@ -471,7 +481,7 @@ def _block_d(head_dim: int) -> int:
 
 
 def tile_descriptor(x: Tensor, block: int, columns: int | None = None) -> TensorDescriptor:
-    """TMA's view of [B, H, N, d] in tiles of `block` rows; columns beyond d are read as 0.
+    """TMA's view of [B, H, N, d] in tiles of `block` rows and as many columns (default: all); those beyond d are read as 0.
 
     A dimension of size 1 has any stride.
     """

@@ -5,9 +5,10 @@ a warpgroup issues all score products of a tile, works on the first while the ot
 soon as its operand is ready; tiles arrive by TMA, ordered ahead of time. Formulas and results are those of
 row_pass.py and column_pass.py, which serve everything that `able` refuses.
 
-With d = 128 the sums alone would fill a warpgroup's registers. There two warpgroups (PAIR) share a block: each computes the
-scores of half of the streamed tile and the sums of half of the columns, and the operands of the output products
-(P and its like) pass between them through shared memory.
+With d = 128 the sums alone would fill a warpgroup's registers. There two warpgroups (a PAIR) share a block: each computes the
+scores of half of the streamed tile and the sums of half of the columns. What an output product needs of the tile's other half the
+warpgroups give each other through shared memory. Each is a partition of the kernel, meets the other at barriers in memory only,
+and takes what the other gives as late as it can, so that one may compute while the other's products run.
 
 A program goes from block to block (an item each): its copying warp draws the next one, which `publish` passes on, and orders its
 operands as soon as the place for them is free; results leave by TMA.
@@ -30,15 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import DO_NOT_SPECIALIZE, Problem
 from ..launch import launch
 from .common import (
+    COMPUTING_REGISTERS,
     COPYING_REGISTERS,
     ITEM_SIZE,
     LOG2E,
+    RESULT_COLUMNS,
     KeySums,
     able,
     common_arguments,
     copies_read,
     copy_rows,
     exchange_places,
+    init_barriers,
     keys_of_rows,
     load_lse,
     load_padding,
@@ -67,7 +71,7 @@ def _part(tile, i: gl.constexpr, PAIR: gl.constexpr, dim: gl.constexpr):
 
 @gluon.jit
 def _zero(stage, PAIR: gl.constexpr):
-    """Zero, of a PAIR one that compilers do not see through: they would hold the addresses of all buffers in registers, which a
+    """Zero, of a PAIR one that compilers do not see through: they would hold the addresses of all places in registers, which a
     PAIR has none left for, and spill them in its inner loop."""
     if PAIR:
         return stage >> 8
@@ -76,30 +80,26 @@ def _zero(stage, PAIR: gl.constexpr):
 
 
 @gluon.jit
-def _give(tile, place, i: gl.constexpr, PAIR: gl.constexpr):
-    """Store a warpgroup's scores where the other one of a PAIR takes the left operand of its products from."""
-    if PAIR:
-        place.slice(i * tile.shape[1], tile.shape[1], 1).store(tile)
-
-
-@gluon.jit
 def _places(exchange, i: gl.constexpr, zero, PAIR: gl.constexpr):
+    """The two places, [block, 2 · half of a tile], for what warpgroup `i` of a PAIR gives the other."""
     if PAIR:
+        shape: gl.constexpr = exchange[0].shape
         first, second = exchange[2 * i].index(zero), exchange[2 * i + 1].index(zero)
-        return first.reshape([first.shape[2], first.shape[3]]), second.reshape(
-            [second.shape[2], second.shape[3]]
-        )
+        return first.reshape([shape[3], shape[4]]), second.reshape([shape[3], shape[4]])
     else:
         return exchange[0], exchange[1]
 
 
 @gluon.jit
-def _taken(place, i: gl.constexpr):
-    return place.slice(i * (place.shape[1] // 2), place.shape[1] // 2, 1)
+def _give(tile, place, i: gl.constexpr, PAIR: gl.constexpr):
+    """Store a tile of scores, the left operand of output products, in half `i` of a place for the other warpgroup of a PAIR."""
+    if PAIR:
+        _part(place, i, PAIR, 1).store(tile)
 
 
 @gluon.jit
 def _given(barrier, PAIR: gl.constexpr):
+    """Both tiles of a place have been stored, and the other warpgroup's tensor cores may read them."""
     if PAIR:
         fence_async_shared()
         mbarrier.arrive(barrier, count=1)
@@ -232,16 +232,19 @@ def _sum_over_rows(
             _given(barriers.index(GIVEN + 2 * ME + 1), PAIR)
             k_sum = warpgroup_mma(ps, _part(my_q, ME, PAIR, 1), k_sum, is_async=True)  # S̃ᵀ Q
             if PAIR:  # the other half of the tile
-                its_q, its_do, its_u_q = (
-                    _part(q, OTHER, PAIR, 0),
-                    _part(do, OTHER, PAIR, 0),
-                    _part(u_q, OTHER, PAIR, 0),
-                )
+                its_q, its_do = _part(q, OTHER, PAIR, 0), _part(do, OTHER, PAIR, 0)
+                its_u_q = _part(u_q, OTHER, PAIR, 0)
                 mbarrier.wait(barriers.index(GIVEN + 2 * OTHER), turn)
-                k_sum = warpgroup_mma(_taken(its[0], 0), _part(its_u_q, ME, PAIR, 1), k_sum, is_async=True)
-                v_sum = warpgroup_mma(_taken(its[0], 1), _part(its_do, ME, PAIR, 1), v_sum, is_async=True)
+                k_sum = warpgroup_mma(
+                    _part(its[0], 0, PAIR, 1), _part(its_u_q, ME, PAIR, 1), k_sum, is_async=True
+                )
+                v_sum = warpgroup_mma(
+                    _part(its[0], 1, PAIR, 1), _part(its_do, ME, PAIR, 1), v_sum, is_async=True
+                )
                 mbarrier.wait(barriers.index(GIVEN + 2 * OTHER + 1), turn)
-                k_sum = warpgroup_mma(_taken(its[1], 0), _part(its_q, ME, PAIR, 1), k_sum, is_async=True)
+                k_sum = warpgroup_mma(
+                    _part(its[1], 0, PAIR, 1), _part(its_q, ME, PAIR, 1), k_sum, is_async=True
+                )
                 last, last_phase, turn = STAGES + stage, phase, turn ^ 1
             used = STAGES + stage
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
@@ -321,9 +324,8 @@ def _column_pass(
 ):
     dtype: gl.constexpr = q_desc.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
-    HELD_STAGES: gl.constexpr = (
-        1 if HELD_OPERANDS == 4 else 2
-    )  # of what stays in shared memory to an item's end
+    # Of what stays in shared memory to an item's end: the next item's comes before.
+    HELD_STAGES: gl.constexpr = 1 if HELD_OPERANDS == 4 else 2
     k_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     u_k_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
@@ -332,15 +334,15 @@ def _column_pass(
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
     u_q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], u_q_desc.layout)
     vectors_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 1, BLOCK_M], vectors_desc.layout)
-    # What the warpgroups of a PAIR give each other, two tiles each; results are copied from there, too.
-    exchange = (k_ring, k_ring, k_ring, k_ring)
+    exchange = (k_ring, k_ring)  # unused
     if PAIR or BY_COPY:
-        exchange = exchange_places(grad_k_desc, dtype, GROUPS)
+        exchange = exchange_places(grad_k_desc, GROUPS)
     barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 6, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES + 6):
-        mbarrier.init(
-            barriers.index(i), count=GROUPS if (STAGES <= i and i < 2 * STAGES) or i == 2 * STAGES + 1 else 1
-        )
+    init_barriers(barriers, 0, STAGES, 1)
+    init_barriers(barriers, STAGES, 2 * STAGES, GROUPS)
+    init_barriers(barriers, 2 * STAGES, 2 * STAGES + 1, 1)
+    init_barriers(barriers, 2 * STAGES + 1, 2 * STAGES + 2, GROUPS)
+    init_barriers(barriers, 2 * STAGES + 2, 2 * STAGES + 6, 1)  # what one warpgroup has given the other
 
     items = gl.allocate_shared_memory(gl.int32, [ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
@@ -358,111 +360,27 @@ def _column_pass(
     if PAIR:
         gl.warp_specialize(
             [
-                (
-                    _sum_over_rows,
-                    (
-                        arguments,
-                        CAUSAL,
-                        WINDOW,
-                        PADDING,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_OPERANDS,
-                        PAIR,
-                        0,
-                        BY_COPY,
-                    ),
-                ),
-                (
-                    _sum_over_rows,
-                    (
-                        arguments,
-                        CAUSAL,
-                        WINDOW,
-                        PADDING,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_OPERANDS,
-                        PAIR,
-                        1,
-                        BY_COPY,
-                    ),
-                ),
-                (
-                    stream_rows,
-                    (
-                        held_descs,
-                        held,
-                        descs,
-                        rings,
-                        vectors_desc,
-                        vectors_ring,
-                        barriers,
-                        schedule,
-                        work,
-                        CAUSAL,
-                        WINDOW,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
+                (_sum_over_rows, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                 HELD_OPERANDS, PAIR, 0, BY_COPY)),
+                (_sum_over_rows, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                 HELD_OPERANDS, PAIR, 1, BY_COPY)),
+                (stream_rows, (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, schedule, work,
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [4, 1],
-            [240, COPYING_REGISTERS],
-        )
+            [COMPUTING_REGISTERS, COPYING_REGISTERS],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (
-                    _sum_over_rows,
-                    (
-                        arguments,
-                        CAUSAL,
-                        WINDOW,
-                        PADDING,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_OPERANDS,
-                        PAIR,
-                        0,
-                        BY_COPY,
-                    ),
-                ),
-                (
-                    stream_rows,
-                    (
-                        held_descs,
-                        held,
-                        descs,
-                        rings,
-                        vectors_desc,
-                        vectors_ring,
-                        barriers,
-                        schedule,
-                        work,
-                        CAUSAL,
-                        WINDOW,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
+                (_sum_over_rows, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                 HELD_OPERANDS, PAIR, 0, BY_COPY)),
+                (stream_rows, (held_descs, held, descs, rings, vectors_desc, vectors_ring, barriers, schedule, work,
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [1],
             [COPYING_REGISTERS],
-        )
+        )  # fmt: skip
 
 
 def column_pass(
@@ -498,7 +416,7 @@ def column_pass(
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         for name in ("grad_k_desc", "grad_v_desc"):
-            descriptors[name] = tile_descriptor(tensors[name], block_n, 64)
+            descriptors[name] = tile_descriptor(tensors[name], block_n, RESULT_COLUMNS)
         streamed = 3 * problem.head_dim * q.element_size()
         programs = number_of_programs(problem, sums.items, tile["PAIR"])
         return programs, descriptors | common_arguments(problem) | sums.arguments(problem, streamed) | tile | {
@@ -664,21 +582,23 @@ def _sum_over_keys(
             omega = warpgroup_mma(ps, _part(my_k, ME, PAIR, 1), omega, is_async=True)  # (P ⊙ P̃°) K
             _given(barriers.index(GIVEN + 2 * ME + 1), PAIR)
             if PAIR:  # the other half of the tile
-                its_k, its_v = (
-                    _part(_part(k, OTHER, PAIR, 0), ME, PAIR, 1),
-                    _part(_part(v, OTHER, PAIR, 0), ME, PAIR, 1),
-                )
-                its_u_k, its_u_v = (
-                    _part(_part(u_k, OTHER, PAIR, 0), ME, PAIR, 1),
-                    _part(_part(u_v, OTHER, PAIR, 0), ME, PAIR, 1),
-                )
+                its_k, its_v = _part(k, OTHER, PAIR, 0), _part(v, OTHER, PAIR, 0)
+                its_u_k, its_u_v = _part(u_k, OTHER, PAIR, 0), _part(u_v, OTHER, PAIR, 0)
                 mbarrier.wait(barriers.index(GIVEN + 2 * OTHER), turn)
-                b = warpgroup_mma(_taken(its[0], 0), its_k, b, is_async=True)
-                do_sum = warpgroup_mma(_taken(its[0], 0), its_u_v, do_sum, is_async=True)
-                omega = warpgroup_mma(_taken(its[0], 1), its_u_k, omega, is_async=True)
+                b = warpgroup_mma(_part(its[0], 0, PAIR, 1), _part(its_k, ME, PAIR, 1), b, is_async=True)
+                do_sum = warpgroup_mma(
+                    _part(its[0], 0, PAIR, 1), _part(its_u_v, ME, PAIR, 1), do_sum, is_async=True
+                )
+                omega = warpgroup_mma(
+                    _part(its[0], 1, PAIR, 1), _part(its_u_k, ME, PAIR, 1), omega, is_async=True
+                )
                 mbarrier.wait(barriers.index(GIVEN + 2 * OTHER + 1), turn)
-                do_sum = warpgroup_mma(_taken(its[1], 0), its_v, do_sum, is_async=True)
-                omega = warpgroup_mma(_taken(its[1], 1), its_k, omega, is_async=True)
+                do_sum = warpgroup_mma(
+                    _part(its[1], 0, PAIR, 1), _part(its_v, ME, PAIR, 1), do_sum, is_async=True
+                )
+                omega = warpgroup_mma(
+                    _part(its[1], 1, PAIR, 1), _part(its_k, ME, PAIR, 1), omega, is_async=True
+                )
                 last, last_phase, turn = STAGES + stage, phase, turn ^ 1
             used = STAGES + stage
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
@@ -786,24 +706,22 @@ def _row_pass(
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
     u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
-    exchange = (q_ring, q_ring, q_ring, q_ring)
+    exchange = (q_ring, q_ring)  # unused
     sums = q_ring
     if PAIR or BY_COPY:
-        exchange = exchange_places(grad_q_desc, dtype, GROUPS)
+        exchange = exchange_places(grad_q_desc, GROUPS)
     if PAIR:
         sums = gl.allocate_shared_memory(gl.float32, [8, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     FIRST: gl.constexpr = 2 * STAGES
     LAST: gl.constexpr = 2 * STAGES + 2 * HELD_STAGES + 2
     barriers = gl.allocate_shared_memory(gl.int64, [LAST + 6, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(LAST + 6):
-        mbarrier.init(
-            barriers.index(i),
-            count=GROUPS
-            if (STAGES <= i and i < FIRST)
-            or (FIRST + HELD_STAGES <= i and i < FIRST + 2 * HELD_STAGES)
-            or i == LAST - 1
-            else 1,
-        )
+    init_barriers(barriers, 0, STAGES, 1)
+    init_barriers(barriers, STAGES, FIRST, GROUPS)
+    init_barriers(barriers, FIRST, FIRST + HELD_STAGES, 1)
+    init_barriers(barriers, FIRST + HELD_STAGES, FIRST + 2 * HELD_STAGES, GROUPS)
+    init_barriers(barriers, LAST - 2, LAST - 1, 1)
+    init_barriers(barriers, LAST - 1, LAST, GROUPS)
+    init_barriers(barriers, LAST, LAST + 6, 1)  # what one warpgroup has given the other
 
     items = gl.allocate_shared_memory(gl.int32, [HELD_STAGES * ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
@@ -820,116 +738,27 @@ def _row_pass(
     if PAIR:
         gl.warp_specialize(
             [
-                (
-                    _sum_over_keys,
-                    (
-                        arguments,
-                        CAUSAL,
-                        WINDOW,
-                        PADDING,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_OPERANDS,
-                        PAIR,
-                        0,
-                        HELD_STAGES,
-                        BY_COPY,
-                    ),
-                ),
-                (
-                    _sum_over_keys,
-                    (
-                        arguments,
-                        CAUSAL,
-                        WINDOW,
-                        PADDING,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_OPERANDS,
-                        PAIR,
-                        1,
-                        HELD_STAGES,
-                        BY_COPY,
-                    ),
-                ),
-                (
-                    stream_keys,
-                    (
-                        held_descs,
-                        held,
-                        dq_desc,
-                        descs,
-                        rings,
-                        barriers,
-                        schedule,
-                        work,
-                        CAUSAL,
-                        WINDOW,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_STAGES,
-                        True,
-                    ),
-                ),
+                (_sum_over_keys, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                 HELD_OPERANDS, PAIR, 0, HELD_STAGES, BY_COPY)),
+                (_sum_over_keys, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                 HELD_OPERANDS, PAIR, 1, HELD_STAGES, BY_COPY)),
+                (stream_keys, (held_descs, held, dq_desc, descs, rings, barriers, schedule, work,
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True)),
             ],
             [4, 1],
-            [240, COPYING_REGISTERS],
-        )
+            [COMPUTING_REGISTERS, COPYING_REGISTERS],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (
-                    _sum_over_keys,
-                    (
-                        arguments,
-                        CAUSAL,
-                        WINDOW,
-                        PADDING,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_OPERANDS,
-                        PAIR,
-                        0,
-                        HELD_STAGES,
-                        BY_COPY,
-                    ),
-                ),
-                (
-                    stream_keys,
-                    (
-                        held_descs,
-                        held,
-                        dq_desc,
-                        descs,
-                        rings,
-                        barriers,
-                        schedule,
-                        work,
-                        CAUSAL,
-                        WINDOW,
-                        BLOCK_D,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        HELD_STAGES,
-                        True,
-                    ),
-                ),
+                (_sum_over_keys, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                 HELD_OPERANDS, PAIR, 0, HELD_STAGES, BY_COPY)),
+                (stream_keys, (held_descs, held, dq_desc, descs, rings, barriers, schedule, work,
+                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True)),
             ],
             [1],
             [COPYING_REGISTERS],
-        )
+        )  # fmt: skip
 
 
 def row_pass(
@@ -970,7 +799,7 @@ def row_pass(
             for name, x in (("q", q), ("do", do), ("u_q", u_q), ("o", o), ("dq", dq))
         }
         for name in ("grad_q_desc", "grad_do_desc"):
-            descriptors[name] = tile_descriptor(tensors[name], block_m, 64)
+            descriptors[name] = tile_descriptor(tensors[name], block_m, RESULT_COLUMNS)
         for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         items = problem.padded_rows // block_m * num_heads
