@@ -10,6 +10,7 @@ measured right before and after the row's passes (clocks follow temperature and 
 
 import argparse
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -75,6 +76,7 @@ def measure(backend: str, n: int, d: int, shape: dict) -> dict:
     batch, heads = shape.get("B", BATCH), shape.get("H", HEADS)
     kv_heads = shape.get("H_kv", heads)
     matrix_rate()  # what it allocates is there from the first row on
+    gc.collect()  # of the row before, autograd's graphs may be left
     others = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     new = lambda h: torch.randn(batch, h, n, d, device="cuda", dtype=torch.bfloat16)  # noqa: E731
