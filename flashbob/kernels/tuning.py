@@ -135,14 +135,14 @@ _FALLBACK = {
 }
 
 
-def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int, **passes: bool) -> dict:
+def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int, **options: bool) -> dict:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "STAGES": stages,
         "HELD_OPERANDS": held_operands,
         "num_warps": 4,
-        **passes,
+        **options,
     }
 
 

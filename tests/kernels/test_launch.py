@@ -177,7 +177,7 @@ def test_a_launch_waits_for_its_compilation_ahead(call, device_is_cpu):
     assert arguments["k_desc"].base is None, "the launch's own descriptor, emptied for its plan"
 
 
-# As Triton's launchers up to 3.8 are: one name for all of them, and state of the process (-1).
+# As the launchers of triton 3.6 are: one name for all of them, and state of the process (-1).
 LAUNCHER = """
 #include <Python.h>
 static PyObject* launch(PyObject* self, PyObject* arguments) { return PyLong_FromLong(%d); }
