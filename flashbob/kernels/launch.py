@@ -174,9 +174,10 @@ def _compile_ahead(
 def _load_launchers_one_at_a_time() -> None:
     """Have the threads of this process load launchers one after the other, those of other libraries' kernels too.
 
-    In triton 3.6, not in 3.9, each kernel's launcher is an extension module of one and the same name. When Python loads such a file for the
-    second time, for two kernels with like arguments, it writes over the module of that name that was loaded last; a thread that
-    was about to take its own launcher from there gets another kernel's ("function takes exactly 54 arguments (66 given)").
+    In triton 3.6, not in 3.9, each kernel's launcher is an extension module of one and the same name. When Python loads such a
+    file for the second time, for two kernels with like arguments, it writes over the module of that name that was loaded last; a
+    thread that was about to take its own launcher from there gets another kernel's ("function takes exactly 54 arguments (66
+    given)").
     """
     driver: Any = triton.runtime.driver.active
     load, lock = driver.launcher_cls, threading.Lock()
