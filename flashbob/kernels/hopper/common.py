@@ -27,7 +27,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 ITEM_SIZE = gl.constexpr(4)  # numbers that tell an item
 COPYING_REGISTERS = gl.constexpr(24)  # of the copying warp; the others get what it leaves
 COMPUTING_REGISTERS = gl.constexpr(240)  # of each warpgroup where two share a block
-RESULT_COLUMNS = 64  # of a result that a warpgroup holds
+RESULT_COLUMNS = gl.constexpr(64)  # of a result that a warpgroup holds
 
 
 @gluon.jit
@@ -157,6 +157,21 @@ def rows_of_keys(
 
 
 @gluon.jit
+def sees(distance, window, WINDOW: gl.constexpr):
+    """Whether a row sees a key that is `distance` before its last one."""
+    if WINDOW:
+        return distance.to(gl.uint32, bitcast=True) < window.to(gl.uint32, bitcast=True)
+    else:
+        return distance >= 0
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The next place of a ring, and the phase of its barriers."""
+    return gl.where(stage == STAGES - 1, 0, stage + 1), gl.where(stage == STAGES - 1, phase ^ 1, phase)
+
+
+@gluon.jit
 def fetch(desc, batch, head, start, barrier, buffer):
     async_load(desc, [batch, head, start, 0], barrier, buffer)
 
@@ -213,8 +228,7 @@ def stream_keys(
             mbarrier.expect(here, len(rings) * BLOCK_N * BLOCK_D * 2)
             for i in gl.static_range(len(rings)):
                 fetch(descs[i], batch, kv_head, n0, here, rings[i].index(slot))
-            phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
-            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+            slot, phase = next_stage(slot, phase, STAGES)
         if LATE:
             late = barriers.index(HELD + 2 * HELD_STAGES)
             mbarrier.wait(barriers.index(HELD + 2 * HELD_STAGES + 1), r & 1)
@@ -278,8 +292,7 @@ def stream_rows(
                 fetch(descs[i], batch, head, m0, here, rings[i].index(slot))
             async_load(vectors_desc, [0, batch * H + head, m0], here, vectors_ring.index(slot))
             m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
-            phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
-            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+            slot, phase = next_stage(slot, phase, STAGES)
         item = draw(tickets_ptr, num_items)
         r += 1
     mbarrier.wait(used, (r & 1) ^ 1)
@@ -486,7 +499,7 @@ def tile_descriptor(x: Tensor, block: int, columns: int | None = None) -> Tensor
     A dimension of size 1 has any stride.
     """
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
-    shape = [1, 1, block, columns or _block_d(x.shape[3])]
+    shape = [1, 1, block, int(columns or _block_d(x.shape[3]))]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
 
 
@@ -496,11 +509,28 @@ def _shared_layout(*shape: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
-def vectors_descriptor(vectors: Tensor, block: int) -> TensorDescriptor:
-    """TMA's view of the row vectors [count, B·H, padded rows], all of `block` rows at a time."""
-    shape = [vectors.shape[0], 1, block]
+def vectors_descriptor(vectors: Tensor, block: int, count: int | None = None) -> TensorDescriptor:
+    """TMA's view of the row vectors [4, B·H, padded rows], `count` of them (default: all) and `block` rows at a time."""
+    shape = [count or vectors.shape[0], 1, block]
     layout = _shared_layout(*shape, dtype=torch.float32)
     return TensorDescriptor(vectors, list(vectors.shape), list(vectors.stride()), shape, layout)
+
+
+def rows_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """TMA's view of numbers of rows [B·H, rows], `block` rows at a time."""
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [1, block], _shared_layout(1, block, dtype=x.dtype)
+    )
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """[B, H, rows] as [B·H, rows], of strides that TMA takes: a multiple of four numbers for fp32."""
+    x = x.flatten(0, 1)
+    if x.shape[1] % 4:
+        return torch.nn.functional.pad(x, (0, -x.shape[1] % 4))
+    return (
+        x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:

@@ -38,18 +38,28 @@ from .common import (
     RESULT_COLUMNS,
     KeySums,
     able,
+    aligned_rows,
+    async_load,
+    async_store,
     common_arguments,
     copies_read,
     copy_rows,
+    draw,
     exchange_places,
+    fetch,
     init_barriers,
     keys_of_rows,
     load_lse,
     load_padding,
+    next_stage,
     number_of_programs,
+    publish,
     published,
     release,
+    row_block,
+    rows_descriptor,
     rows_of_keys,
+    sees,
     share_of_registers,
     stream_keys,
     stream_rows,
@@ -58,6 +68,9 @@ from .common import (
     vectors_descriptor,
     write_rows,
 )
+
+PIECES = gl.constexpr(8)  # of a place of V and U_V, of a pair of the row pass
+PAIR_ITEMS = gl.constexpr(4)  # of the row pass: an item may be told before the end of the one before the last
 
 
 @gluon.jit
@@ -103,6 +116,19 @@ def _given(barrier, PAIR: gl.constexpr):
     if PAIR:
         fence_async_shared()
         mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _both(pieces, stage, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+    """A place of V and U_V, of a pair of the row pass, as [2 · BLOCK_N, BLOCK_D]: half of V, of U_V, the others."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return pieces.index(stage * PIECES)._reinterpret(pieces.dtype, [2 * BLOCK_N, BLOCK_D], LAYOUT)
+
+
+@gluon.jit
+def _row_products(a, b, LAYOUT: gl.constexpr):
+    """<a_i, b_i> of each row."""
+    return gl.convert_layout(gl.sum(a.to(gl.float32) * b.to(gl.float32), 1), LAYOUT)
 
 
 @gluon.jit
@@ -203,10 +229,7 @@ def _sum_over_rows(
             if CAUSAL:
                 if m0 < full_begin or (WINDOW and m0 + BLOCK_M > full_end):
                     distance = m0 + columns[None, :] + (N_k - N_q) - keys[:, None]
-                    valid = distance >= 0
-                    if WINDOW:
-                        valid = valid & (distance < window)
-                    p = gl.where(valid, p, 0.0)
+                    p = gl.where(sees(distance, window, WINDOW), p, 0.0)
             if PADDING:
                 p = gl.where(attended[:, None], p, 0.0)
             a = warpgroup_mma_wait(3, deps=[a])
@@ -247,8 +270,7 @@ def _sum_over_rows(
                 )
                 last, last_phase, turn = STAGES + stage, phase, turn ^ 1
             used = STAGES + stage
-            phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+            stage, phase = next_stage(stage, phase, STAGES)
             m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
             # The next tile's first product runs in the shadow of this one's last. Sums in flight across the loop's edge would
             # make ptxas serialize every product.
@@ -431,6 +453,99 @@ def column_pass(
 
 
 @gluon.jit
+def _fetch_by_columns(desc, batch, head, m0, here, pieces, slot, half: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Rows into half of the place of V and U_V."""
+    for i in gl.static_range(2):
+        first = pieces.index(slot * PIECES + 4 * i + 2 * half)
+        place = first._reinterpret(desc.dtype, [1, 1, BLOCK_M, RESULT_COLUMNS], desc.layout)
+        async_load(desc, [batch, head, m0, i * RESULT_COLUMNS], here, place)
+
+
+@gluon.jit
+def _fetch_rows(descs, held, rings, place, H, here, stage, slot, BLOCK_M: gl.constexpr):
+    """What a pair begins a block of rows with: dO, U_Q and L in their places, Q in that of U_K, O in half of V's and U_V's."""
+    q_desc, do_desc, u_q_desc, o_desc, _, lse_desc = descs
+    do_ring, u_q_ring, lse_ring = held
+    block, batch, head = place
+    m0 = block * BLOCK_M
+    fetch(q_desc, batch, head, m0, here, rings[2].index(slot))
+    fetch(do_desc, batch, head, m0, here, do_ring.index(stage))
+    _fetch_by_columns(o_desc, batch, head, m0, here, rings[1], slot, 1, BLOCK_M)
+    fetch(u_q_desc, batch, head, m0, here, u_q_ring.index(stage))
+    async_load(lse_desc, [batch * H + head, m0], here, lse_ring.index(stage))
+
+
+@gluon.jit
+def _stream_keys(
+    row_descs,
+    held,
+    descs,
+    rings,
+    barriers,
+    schedule,
+    work,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The copying warp of a pair of the row pass, which has no place for the rows of two items.
+
+    Barrier i says that place i of the ring is filled, STAGES + i that both warpgroups have used it up. Before the tiles of an
+    item's keys a place holds its Q and O, after them dQ and O; between two items one place holds both. dO and U_Q, which
+    stay to the item's end, have two places of their own and come with Q.
+    """
+    gl.static_assert(STAGES == 2, "dO of an item without keys comes when that of the last but one is used up")
+    tickets_ptr, items = schedule
+    k_desc, v_desc, u_k_desc, u_v_desc = descs
+    num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
+    ROWS_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2
+    BEGIN_BYTES: gl.constexpr = 4 * ROWS_BYTES + BLOCK_M * 4
+    num_items = num_blocks * num_heads
+    item = gl.program_id(0)
+    place, kv_head = row_block(item, num_blocks, num_heads, section, H, GROUP, CAUSAL)
+    block, batch, head = place
+    publish(place, items, 0)
+    mbarrier.expect(barriers.index(0), BEGIN_BYTES)
+    _fetch_rows(row_descs, held, rings, place, H, barriers.index(0), 0, 0, BLOCK_M)
+    slot, phase = 0 * N_q + 1, 0 * N_q + 1  # the phase before a barrier's first counts as complete
+    r = 0 * N_q
+    while item < num_items:
+        m0 = block * BLOCK_M
+        lo, hi, _, _ = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        for n0 in range(lo, hi, BLOCK_N):
+            mbarrier.wait(barriers.index(STAGES + slot), phase)
+            here = barriers.index(slot)
+            mbarrier.expect(here, len(descs) * BLOCK_N * BLOCK_D * 2)
+            fetch(k_desc, batch, kv_head, n0, here, rings[0].index(slot))
+            for i in gl.static_range(PIECES):  # 64 columns of half of V's rows, of U_V's, …
+                rows, columns = n0 + i % 4 // 2 * (BLOCK_N // 2), i // 4 * RESULT_COLUMNS
+                piece = rings[1].index(slot * PIECES + i)
+                async_load(v_desc if i % 2 == 0 else u_v_desc, [batch, kv_head, rows, columns], here, piece)
+            fetch(u_k_desc, batch, kv_head, n0, here, rings[2].index(slot))
+            slot, phase = next_stage(slot, phase, STAGES)
+        item = draw(tickets_ptr, num_items)
+        next_place, kv_head = row_block(item, num_blocks, num_heads, section, H, GROUP, CAUSAL)
+        next_block, next_batch, next_head = next_place
+        r += 1
+        mbarrier.wait(barriers.index(STAGES + slot), phase)
+        here = barriers.index(slot)
+        publish((gl.where(item < num_items, next_block, -1), next_batch, next_head), items, r % PAIR_ITEMS)
+        if item < num_items:
+            mbarrier.expect(here, 2 * ROWS_BYTES + BEGIN_BYTES)
+        else:
+            mbarrier.expect(here, 2 * ROWS_BYTES)
+        fetch(row_descs[4], batch, head, m0, here, rings[0].index(slot))  # dQ
+        _fetch_by_columns(row_descs[3], batch, head, m0, here, rings[1], slot, 0, BLOCK_M)  # O
+        if item < num_items:
+            _fetch_rows(row_descs, held, rings, next_place, H, here, r & 1, slot, BLOCK_M)
+        block, batch, head = next_block, next_batch, next_head
+        slot, phase = next_stage(slot, phase, STAGES)
+
+
+@gluon.jit
 def _sum_over_keys(
     arguments,
     CAUSAL: gl.constexpr,
@@ -448,14 +563,16 @@ def _sum_over_keys(
     BY_COPY: gl.constexpr,
 ):
     """The computing warps of the row pass."""
-    held, rings, exchange, sums, barriers, items, sizes, lse_ptr, padding, scale, outputs = arguments
+    held, rings, exchange, row_places, barriers, items, sizes, lse_ptr, padding, scale, outputs = arguments
     gl.static_assert(
-        not PAIR or (HELD_OPERANDS < 2 and HELD_STAGES == 1), "a pair streams dO and U_Q from one stage"
+        not PAIR or (HELD_OPERANDS < 2 and BLOCK_M == BLOCK_N),
+        "a pair's rows come in places of tiles of keys",
     )
-    q_ring, do_ring, u_q_ring, o_ring = held
+    do_ring, u_q_ring, q_ring, o_ring = held
+    lse_ring, vector_places = row_places
     k_ring, v_ring, u_k_ring, u_v_ring = rings
     H, N_q, N_k, window = sizes
-    grads, vectors_ptr, vector_stride, padded_rows = outputs
+    grads, vectors_ptr, vectors_desc, vector_stride, padded_rows = outputs
     grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc = grads
     dtype: gl.constexpr = k_ring.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
@@ -468,49 +585,59 @@ def _sum_over_keys(
     HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     HELD_BARRIERS: gl.constexpr = 2 * STAGES
-    dq_barrier, q_read = (
-        barriers.index(2 * STAGES + 2 * HELD_STAGES),
-        barriers.index(2 * STAGES + 2 * HELD_STAGES + 1),
-    )
-    GIVEN: gl.constexpr = 2 * STAGES + 2 * HELD_STAGES + 2
+    GIVEN: gl.constexpr = 2 * STAGES
+    ITEM_STAGES: gl.constexpr = PAIR_ITEMS if PAIR else HELD_STAGES
     keys = ME * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_M, KEYS], gl.float32, SCORES)
+    nothing_both = gl.zeros([BLOCK_M, DIMS], gl.float32, SUMS)
 
     r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
-    last, last_phase, turn = 0 * N_q - 1, 0 * N_q, 0 * N_q
-    mbarrier.wait(barriers.index(2 * STAGES), 0)
+    last, last_phase, turn, sums_turn = 0 * N_q - 1, 0 * N_q, 0 * N_q, 0 * N_q
+    mbarrier.wait(barriers.index(0 if PAIR else HELD_BARRIERS), 0)
     block = published(items, 0, 0)
     while block >= 0:
-        copies_read(BY_COPY)
         held_stage = r % HELD_STAGES
-        batch, head = published(items, held_stage, 1), published(items, held_stage, 2)
-        batch_head = batch * H + head
+        batch, head = published(items, r % ITEM_STAGES, 1), published(items, r % ITEM_STAGES, 2)
         m0 = block * BLOCK_M
         lo, hi, full_begin, full_end = keys_of_rows(m0, N_q, N_k, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         total = gl.cdiv(gl.maximum(hi - lo, 0), BLOCK_N)
         rows = m0 + gl.arange(0, BLOCK_M, layout=ROWS)
-        lse2 = load_lse(lse_ptr, batch_head, rows, N_q) * LOG2E
         if PADDING:
             padding_row = padding[0] + batch.to(gl.int64) * padding[1]
 
-        q_smem = q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
-        o_smem = o_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         do = do_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
         u_q = u_q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
-        q = q_smem.load(HELD)
+        if PAIR:
+            # Q and O came in a tile's place, and those of the tile's to come may.
+            lse = gl.where(rows < N_q, lse_ring.index(held_stage).reshape([BLOCK_M]).load(ROWS), float("inf"))
+            q_smem = u_k_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+            o_smem = _both(v_ring, stage, BLOCK_N, BLOCK_D).slice(BLOCK_M, BLOCK_M, 0)
+            q = q_smem.load(HELD)
+            do_tile = do.load(HELD)
+            delta = _row_products(do_tile, o_smem.load(HELD), ROWS)  # D = <dO, O>
+            copies_read(True)
+            release(barriers.index(STAGES + stage))
+            stage, phase = next_stage(stage, phase, STAGES)
+        else:
+            copies_read(BY_COPY)
+            lse = load_lse(lse_ptr, batch * H + head, rows, N_q)
+            q_smem = q_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
+            o_smem = o_ring.index(held_stage).reshape([BLOCK_M, BLOCK_D])
+            q = q_smem.load(HELD)
+        lse2 = lse * LOG2E
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
         first_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
         s = warpgroup_mma(
             q, _part(first_k, ME, PAIR, 0).permute([1, 0]), nothing, use_acc=False, is_async=True
         )
-        do_tile = do.load(HELD)
-        delta = gl.sum(do_tile.to(gl.float32) * o_smem.load(HELD).to(gl.float32), 1)
-        delta = gl.convert_layout(delta, ROWS)  # D = <dO, O>
-        if HELD_OPERANDS >= 2:
-            do = do_tile
-        if HELD_OPERANDS >= 3:
-            u_q = u_q.load(HELD)
-        release(q_read)
+        if not PAIR:
+            do_tile = do.load(HELD)
+            delta = _row_products(do_tile, o_smem.load(HELD), ROWS)
+            if HELD_OPERANDS >= 2:
+                do = do_tile
+            if HELD_OPERANDS >= 3:
+                u_q = u_q.load(HELD)
+            release(barriers.index(HELD_BARRIERS + 2 * HELD_STAGES + 1))
 
         alpha = gl.sum(nothing, 1)
         e0 = alpha
@@ -522,21 +649,27 @@ def _sum_over_keys(
         for it in range(total):
             n0 = lo + it * BLOCK_N
             k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            v = v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             u_k = u_k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
-            u_v = u_v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
             zero = _zero(stage, PAIR)
             mine = _places(exchange, ME, zero, PAIR)
             its = _places(exchange, OTHER, zero, PAIR)
             if PAIR:
-                do = do_ring.index(zero).reshape([BLOCK_M, BLOCK_D])
-                u_q = u_q_ring.index(zero).reshape([BLOCK_M, BLOCK_D])
-            my_k, my_v = _part(k, ME, PAIR, 0), _part(v, ME, PAIR, 0)
-            my_u_k, my_u_v = _part(u_k, ME, PAIR, 0), _part(u_v, ME, PAIR, 0)
-            a = warpgroup_mma(do, my_v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
+                do = do_ring.index(held_stage + zero).reshape([BLOCK_M, BLOCK_D])
+                u_q = u_q_ring.index(held_stage + zero).reshape([BLOCK_M, BLOCK_D])
+            my_k, my_u_k = _part(k, ME, PAIR, 0), _part(u_k, ME, PAIR, 0)
+            if PAIR:  # one product of 64 columns: two of 32 take half as long again
+                both = _both(v_ring, stage, BLOCK_N, BLOCK_D)
+                my_both = both.slice(ME * BLOCK_N, BLOCK_N, 0)
+                my_v, my_u_v = my_both.slice(0, KEYS, 0), my_both.slice(KEYS, KEYS, 0)
+                ac = warpgroup_mma(do, my_both.permute([1, 0]), nothing_both, use_acc=False, is_async=True)
+            else:
+                my_v = v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+                my_u_v = u_v_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
+                a = warpgroup_mma(do, my_v.permute([1, 0]), nothing, use_acc=False, is_async=True)  # dP
             f = warpgroup_mma(u_q, my_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
             f = warpgroup_mma(q, my_u_k.permute([1, 0]), f, is_async=True)
-            c = warpgroup_mma(do, my_u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            if not PAIR:
+                c = warpgroup_mma(do, my_u_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
             if PADDING:
                 attended = load_padding(padding_row, padding[2], n0 + keys, N_k)
@@ -545,9 +678,7 @@ def _sum_over_keys(
                 valid = (n0 + keys < N_k)[None, :]
                 if CAUSAL:
                     distance = rows[:, None] + (N_k - N_q) - n0 - keys[None, :]
-                    valid = valid & (distance >= 0)
-                    if WINDOW:
-                        valid = valid & (distance < window)
+                    valid = valid & sees(distance, window, WINDOW)
                 p = gl.where(valid, p, 0.0)
             if PADDING:
                 p = gl.where(attended[None, :], p, 0.0)
@@ -558,14 +689,19 @@ def _sum_over_keys(
             pb = gl.convert_layout(pb, OPERAND)
             b = warpgroup_mma(pb, _part(my_k, ME, PAIR, 1), b, is_async=True)  # P K
             do_sum = warpgroup_mma(pb, _part(my_u_v, ME, PAIR, 1), do_sum, is_async=True)  # P U_V
-            a = warpgroup_mma_wait(5, deps=[a])
+            if PAIR:
+                ac = warpgroup_mma_wait(4, deps=[ac])
+                a, c = gl.split(gl.permute(gl.reshape(ac, [BLOCK_M, 2, KEYS]), [0, 2, 1]))
+                a, c = gl.convert_layout(a, SCORES), gl.convert_layout(c, SCORES)
+            else:
+                a = warpgroup_mma_wait(5, deps=[a])
             centered = a - delta[:, None]
             pc = (p * centered).to(dtype)
             _give(pc, mine[0], 1, PAIR)
             pc = gl.convert_layout(pc, OPERAND)
             omega = warpgroup_mma(pc, _part(my_u_k, ME, PAIR, 1), omega, is_async=True)  # dS U_K
             _given(barriers.index(GIVEN + 2 * ME), PAIR)
-            f = warpgroup_mma_wait(4, deps=[f])
+            f = warpgroup_mma_wait(3 if PAIR else 4, deps=[f])
             f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
             pf = p * f
             alpha += gl.sum(pf, 1)
@@ -573,7 +709,8 @@ def _sum_over_keys(
             _give(pf, mine[1], 0, PAIR)
             pf = gl.convert_layout(pf, OPERAND)
             do_sum = warpgroup_mma(pf, _part(my_v, ME, PAIR, 1), do_sum, is_async=True)  # (P ⊙ F) V
-            c = warpgroup_mma_wait(4, deps=[c])
+            if not PAIR:
+                c = warpgroup_mma_wait(4, deps=[c])
             ps = p * (f * centered + c)  # P ⊙ P̃°
             e0 += gl.sum(ps, 1)
             ps = ps.to(dtype)
@@ -582,8 +719,9 @@ def _sum_over_keys(
             omega = warpgroup_mma(ps, _part(my_k, ME, PAIR, 1), omega, is_async=True)  # (P ⊙ P̃°) K
             _given(barriers.index(GIVEN + 2 * ME + 1), PAIR)
             if PAIR:  # the other half of the tile
-                its_k, its_v = _part(k, OTHER, PAIR, 0), _part(v, OTHER, PAIR, 0)
-                its_u_k, its_u_v = _part(u_k, OTHER, PAIR, 0), _part(u_v, OTHER, PAIR, 0)
+                its_k, its_u_k = _part(k, OTHER, PAIR, 0), _part(u_k, OTHER, PAIR, 0)
+                its_both = both.slice(OTHER * BLOCK_N, BLOCK_N, 0)
+                its_v, its_u_v = its_both.slice(0, KEYS, 0), its_both.slice(KEYS, KEYS, 0)
                 mbarrier.wait(barriers.index(GIVEN + 2 * OTHER), turn)
                 b = warpgroup_mma(_part(its[0], 0, PAIR, 1), _part(its_k, ME, PAIR, 1), b, is_async=True)
                 do_sum = warpgroup_mma(
@@ -601,8 +739,7 @@ def _sum_over_keys(
                 )
                 last, last_phase, turn = STAGES + stage, phase, turn ^ 1
             used = STAGES + stage
-            phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+            stage, phase = next_stage(stage, phase, STAGES)
             # The next tile's first product runs in the shadow of this one's last.
             mbarrier.wait(barriers.index(stage), phase, pred=it + 1 < total)
             next_k = k_ring.index(stage).reshape([BLOCK_N, BLOCK_D])
@@ -612,42 +749,63 @@ def _sum_over_keys(
             b, do_sum, omega, s = warpgroup_mma_wait(0, deps=[b, do_sum, omega, s])
             mbarrier.arrive(barriers.index(used), count=1)
 
-        mbarrier.wait(dq_barrier, r & 1)
+        if PAIR:
+            # dQ and O came in the next tile's place, with the next item's Q and O.
+            mbarrier.wait(barriers.index(stage), phase)
+            q_smem = k_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
+            o_smem = _both(v_ring, stage, BLOCK_N, BLOCK_D).slice(0, BLOCK_M, 0)
+        else:
+            mbarrier.wait(barriers.index(HELD_BARRIERS + 2 * HELD_STAGES), r & 1)  # dQ in Q's place
         dq = _part(q_smem, ME, PAIR, 1).load(SUMS)
         o = _part(o_smem, ME, PAIR, 1).load(SUMS)
-        release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
-        if PAIR:  # each has seen half of the keys
-            mine_at, its_at = r % 2 * 4 + 2 * ME, r % 2 * 4 + 2 * OTHER
-            sums.index(mine_at).store(alpha)
-            sums.index(mine_at + 1).store(e0)
-            mbarrier.arrive(barriers.index(GIVEN + 4 + ME), count=1)
-            mbarrier.wait(barriers.index(GIVEN + 4 + OTHER), r & 1)
-            alpha += sums.index(its_at).load(ROWS)
-            e0 += sums.index(its_at + 1).load(ROWS)
+        if PAIR:
+            if total > 0:  # each has seen half of the keys
+                vector_places.index(2 * ME).reshape([BLOCK_M]).store(alpha)
+                vector_places.index(2 * ME + 1).reshape([BLOCK_M]).store(e0)
+                mbarrier.arrive(barriers.index(GIVEN + 4 + ME), count=1)
+                mbarrier.wait(barriers.index(GIVEN + 4 + OTHER), sums_turn)
+                alpha += vector_places.index(2 * OTHER).reshape([BLOCK_M]).load(ROWS)
+                e0 += vector_places.index(2 * OTHER + 1).reshape([BLOCK_M]).load(ROWS)
+                sums_turn ^= 1
+        else:
+            release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
         alpha_rows = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
         e0_rows = gl.convert_layout(e0, gl.SliceLayout(1, SUMS))[:, None]
         grad_q = scale * (omega - e0_rows * b) - alpha_rows * dq.to(gl.float32)  # Q̃ = τ (Ω − E° B) − α dQ
         grad_do = do_sum - alpha_rows * o.to(gl.float32)  # dÕ = dÕ° − α O
-        if PAIR and BY_COPY:
+        if PAIR:
             mbarrier.wait(barriers.index(last), last_phase, pred=last >= 0)
+            last = 0 * N_q - 1
+            # Half of the row vectors, in the places that it alone has read from: L·log2(e), D | α, α D + E = E°
+            vector_places.index(2 * OTHER).reshape([BLOCK_M]).store(alpha if ME == 0 else lse2)
+            vector_places.index(2 * OTHER + 1).reshape([BLOCK_M]).store(e0 if ME == 0 else delta)
         if BY_COPY:
             places = (exchange[2 * ME], exchange[2 * ME + 1])
             copy_rows((grad_q, grad_do), (grad_q_desc, grad_do_desc), places, batch, head, m0, ME * DIMS)
         else:
             write_rows(grad_q, grad_q_ptr, grad_q_strides, batch, head, m0, N_q, ME * DIMS, HEAD_DIM, SUMS)
             write_rows(grad_do, grad_do_ptr, grad_do_strides, batch, head, m0, N_q, ME * DIMS, HEAD_DIM, SUMS)
-        if ME == 0:
+            if PAIR:
+                fence_async_shared()
+                thread_barrier()
+        if PAIR:
+            half = vector_places.index(2 * OTHER)._reinterpret(
+                gl.float32, [2, 1, BLOCK_M], vectors_desc.layout
+            )
+            async_store(vectors_desc, [2 * OTHER, batch * H + head, m0], half)
+        else:
             # Last, for fences wait for stores.
-            vectors = vectors_ptr + batch_head.to(gl.int64) * padded_rows + rows
+            vectors = vectors_ptr + (batch * H + head).to(gl.int64) * padded_rows + rows
             stride = vector_stride.to(gl.int64)
             gl.store(vectors, lse2)
             gl.store(vectors + stride, delta)
             gl.store(vectors + 2 * stride, alpha)
             gl.store(vectors + 3 * stride, e0)  # α D + E = E°
         r += 1
-        mbarrier.wait(barriers.index(HELD_BARRIERS + r % HELD_STAGES), r // HELD_STAGES & 1)
-        block = published(items, r % HELD_STAGES, 0)
-    copies_read(BY_COPY)
+        if not PAIR:
+            mbarrier.wait(barriers.index(HELD_BARRIERS + r % HELD_STAGES), r // HELD_STAGES & 1)
+        block = published(items, r % ITEM_STAGES, 0)
+    copies_read(PAIR or BY_COPY)
 
 
 @gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -663,6 +821,8 @@ def _row_pass(
     u_v_desc,
     grad_q_desc,
     grad_do_desc,
+    lse_desc,
+    vectors_desc,
     lse_ptr,
     grad_q_ptr,
     grad_do_ptr,
@@ -697,44 +857,60 @@ def _row_pass(
 ):
     dtype: gl.constexpr = q_desc.dtype
     GROUPS: gl.constexpr = 2 if PAIR else 1
-    HELD_STAGES: gl.constexpr = 1 if PAIR else 2
-    q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    HELD_STAGES: gl.constexpr = 2
     do_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
     u_q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], u_q_desc.layout)
-    o_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     u_k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_k_desc.layout)
-    u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
-    exchange = (q_ring, q_ring)  # unused
-    sums = q_ring
+    q_ring, o_ring, exchange, u_v_ring = u_k_ring, u_k_ring, (u_k_ring, u_k_ring), u_k_ring  # unused
+    lse_ring, vector_places = u_k_ring, u_k_ring
     if PAIR or BY_COPY:
         exchange = exchange_places(grad_q_desc, GROUPS)
     if PAIR:
-        sums = gl.allocate_shared_memory(gl.float32, [8, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    FIRST: gl.constexpr = 2 * STAGES
-    LAST: gl.constexpr = 2 * STAGES + 2 * HELD_STAGES + 2
-    barriers = gl.allocate_shared_memory(gl.int64, [LAST + 6, 1], mbarrier.MBarrierLayout())
-    init_barriers(barriers, 0, STAGES, 1)
-    init_barriers(barriers, STAGES, FIRST, GROUPS)
-    init_barriers(barriers, FIRST, FIRST + HELD_STAGES, 1)
-    init_barriers(barriers, FIRST + HELD_STAGES, FIRST + 2 * HELD_STAGES, GROUPS)
-    init_barriers(barriers, LAST - 2, LAST - 1, 1)
-    init_barriers(barriers, LAST - 1, LAST, GROUPS)
-    init_barriers(barriers, LAST, LAST + 6, 1)  # what one warpgroup has given the other
-
-    items = gl.allocate_shared_memory(gl.int32, [HELD_STAGES * ITEM_SIZE, 1], mbarrier.MBarrierLayout())
+        v_ring = gl.allocate_shared_memory(
+            dtype, [STAGES * PIECES, 1, 1, BLOCK_N // 2, RESULT_COLUMNS], v_desc.layout
+        )
+        lse_ring = gl.allocate_shared_memory(gl.float32, [HELD_STAGES, 1, BLOCK_M], lse_desc.layout)
+        vector_places = gl.allocate_shared_memory(gl.float32, [4, 1, 1, BLOCK_M], vectors_desc.layout)
+        # Tiles, whether they have come and are used up; what one warpgroup has given the other.
+        barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 6, 1], mbarrier.MBarrierLayout())
+        init_barriers(barriers, 0, STAGES, 1)
+        init_barriers(barriers, STAGES, 2 * STAGES, GROUPS)
+        init_barriers(barriers, 2 * STAGES, 2 * STAGES + 6, 1)
+        items = gl.allocate_shared_memory(gl.int32, [PAIR_ITEMS * ITEM_SIZE, 1], mbarrier.MBarrierLayout())
+    else:
+        v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+        u_v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], u_v_desc.layout)
+        q_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+        o_ring = gl.allocate_shared_memory(dtype, [HELD_STAGES, 1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
+        barriers = gl.allocate_shared_memory(
+            gl.int64, [2 * STAGES + 2 * HELD_STAGES + 2, 1], mbarrier.MBarrierLayout()
+        )
+        init_barriers(barriers, 0, 2 * STAGES + 2 * HELD_STAGES + 2, 1)
+        items = gl.allocate_shared_memory(gl.int32, [HELD_STAGES * ITEM_SIZE, 1], mbarrier.MBarrierLayout())
     schedule = (tickets_ptr, items)
-    held_descs = (q_desc, do_desc, u_q_desc, o_desc)
-    held = (q_ring, do_ring, u_q_ring, o_ring)
+    held = (do_ring, u_q_ring, q_ring, o_ring)
     descs = (k_desc, v_desc, u_k_desc, u_v_desc)
     rings = (k_ring, v_ring, u_k_ring, u_v_ring)
     work = (padded_rows // BLOCK_M, num_heads, section, H, GROUP, N_q, N_k, window)
     sizes = (H, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     grads = (grad_q_ptr, grad_do_ptr, grad_q_strides, grad_do_strides, grad_q_desc, grad_do_desc)
-    outputs = (grads, vectors_ptr, vector_stride, padded_rows)
-    arguments = (held, rings, exchange, sums, barriers, items, sizes, lse_ptr, padding_row, scale, outputs)
+    outputs = (grads, vectors_ptr, vectors_desc, vector_stride, padded_rows)
+    row_places = (lse_ring, vector_places)
+    arguments = (
+        held,
+        rings,
+        exchange,
+        row_places,
+        barriers,
+        items,
+        sizes,
+        lse_ptr,
+        padding_row,
+        scale,
+        outputs,
+    )
     if PAIR:
         gl.warp_specialize(
             [
@@ -742,8 +918,8 @@ def _row_pass(
                  HELD_OPERANDS, PAIR, 0, HELD_STAGES, BY_COPY)),
                 (_sum_over_keys, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
                  HELD_OPERANDS, PAIR, 1, HELD_STAGES, BY_COPY)),
-                (stream_keys, (held_descs, held, dq_desc, descs, rings, barriers, schedule, work,
-                 CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True)),
+                (_stream_keys, ((q_desc, do_desc, u_q_desc, o_desc, dq_desc, lse_desc), (do_ring, u_q_ring, lse_ring),
+                 descs, (k_ring, v_ring, u_k_ring), barriers, schedule, work, CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES)),
             ],
             [4, 1],
             [COMPUTING_REGISTERS, COPYING_REGISTERS],
@@ -753,7 +929,8 @@ def _row_pass(
             [
                 (_sum_over_keys, (arguments, CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
                  HELD_OPERANDS, PAIR, 0, HELD_STAGES, BY_COPY)),
-                (stream_keys, (held_descs, held, dq_desc, descs, rings, barriers, schedule, work,
+                (stream_keys, ((q_desc, do_desc, u_q_desc, o_desc), (q_ring, do_ring, u_q_ring, o_ring), dq_desc, descs,
+                 rings, barriers, schedule, work,
                  CAUSAL, WINDOW, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_STAGES, True)),
             ],
             [1],
@@ -781,11 +958,12 @@ def row_pass(
     grad_q, grad_do = out, torch.empty_like(do)
     by_copy = able(problem, (grad_q, grad_do))
     vectors = problem.row_vectors(4)
+    lse = aligned_rows(lse) if tile["PAIR"] else lse.contiguous()
     tensors = {
         "q_desc": q, "do_desc": do, "u_q_desc": u_q, "o_desc": o, "dq_desc": dq,
         "k_desc": k, "v_desc": v, "u_k_desc": u_k, "u_v_desc": u_v,
         "grad_q_desc": grad_q if by_copy else q, "grad_do_desc": grad_do if by_copy else q,
-        "lse_ptr": lse.contiguous(), "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
+        "lse_desc": lse, "vectors_desc": vectors, "lse_ptr": lse, "grad_q_ptr": grad_q, "grad_do_ptr": grad_do,
         "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
         "tickets_ptr": problem.tickets,
     }  # fmt: skip
@@ -794,14 +972,22 @@ def row_pass(
         block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
         num_heads = problem.batch * problem.heads
         streamed = 4 * problem.num_keys * problem.head_dim * q.element_size()
+        rows, keys = (
+            dict.fromkeys(("q", "do", "u_q", "o", "dq"), block_m),
+            dict.fromkeys(("k", "v", "u_k", "u_v"), block_n),
+        )
         descriptors = {
-            f"{name}_desc": tile_descriptor(x, block_m)
-            for name, x in (("q", q), ("do", do), ("u_q", u_q), ("o", o), ("dq", dq))
+            f"{name}_desc": tile_descriptor(tensors[f"{name}_desc"], block)
+            for name, block in (rows | keys).items()
         }
         for name in ("grad_q_desc", "grad_do_desc"):
             descriptors[name] = tile_descriptor(tensors[name], block_m, RESULT_COLUMNS)
-        for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
-            descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
+        if tile["PAIR"]:
+            descriptors["o_desc"] = tile_descriptor(o, block_m, RESULT_COLUMNS)
+            descriptors["v_desc"] = tile_descriptor(v, block_n // 2, RESULT_COLUMNS)
+            descriptors["u_v_desc"] = tile_descriptor(u_v, block_n // 2, RESULT_COLUMNS)
+            descriptors["lse_desc"] = rows_descriptor(lse, block_m)
+            descriptors["vectors_desc"] = vectors_descriptor(vectors, block_m, 2)
         items = problem.padded_rows // block_m * num_heads
         order = {"num_heads": num_heads, "section": problem.section(streamed, num_heads)}
         programs = number_of_programs(problem, items, tile["PAIR"])
