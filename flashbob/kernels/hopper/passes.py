@@ -972,17 +972,15 @@ def row_pass(
         block_m, block_n = tile["BLOCK_M"], tile["BLOCK_N"]
         num_heads = problem.batch * problem.heads
         streamed = 4 * problem.num_keys * problem.head_dim * q.element_size()
-        rows, keys = (
-            dict.fromkeys(("q", "do", "u_q", "o", "dq"), block_m),
-            dict.fromkeys(("k", "v", "u_k", "u_v"), block_n),
-        )
         descriptors = {
-            f"{name}_desc": tile_descriptor(tensors[f"{name}_desc"], block)
-            for name, block in (rows | keys).items()
+            f"{name}_desc": tile_descriptor(x, block_m)
+            for name, x in (("q", q), ("do", do), ("u_q", u_q), ("o", o), ("dq", dq))
         }
+        for name, x in (("k", k), ("v", v), ("u_k", u_k), ("u_v", u_v)):
+            descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         for name in ("grad_q_desc", "grad_do_desc"):
             descriptors[name] = tile_descriptor(tensors[name], block_m, RESULT_COLUMNS)
-        if tile["PAIR"]:
+        if tile["PAIR"]:  # O and halves of V and U_V as `_both` has them
             descriptors["o_desc"] = tile_descriptor(o, block_m, RESULT_COLUMNS)
             descriptors["v_desc"] = tile_descriptor(v, block_n // 2, RESULT_COLUMNS)
             descriptors["u_v_desc"] = tile_descriptor(u_v, block_n // 2, RESULT_COLUMNS)
