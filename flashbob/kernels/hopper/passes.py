@@ -55,6 +55,7 @@ from .common import (
     number_of_programs,
     publish,
     published,
+    reinterpret,
     release,
     row_block,
     rows_descriptor,
@@ -119,10 +120,11 @@ def _given(barrier, PAIR: gl.constexpr):
 
 
 @gluon.jit
-def _both(pieces, stage, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """A place of V and U_V, of a pair of the row pass, as [2 · BLOCK_N, BLOCK_D]: half of V, of U_V, the others."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return pieces.index(stage * PIECES)._reinterpret(pieces.dtype, [2 * BLOCK_N, BLOCK_D], LAYOUT)
+def _row_vector(places, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Place `i` of four for numbers of rows, of which places [2, 2, 1, rows] hold two side by side."""
+    ROWS: gl.constexpr = places.shape[3]
+    pair = reinterpret(places.index(i // 2), gl.float32, [2, 1, 1, ROWS], LAYOUT)
+    return pair.index(i % 2).reshape([ROWS])
 
 
 @gluon.jit
@@ -453,12 +455,12 @@ def column_pass(
 
 
 @gluon.jit
-def _fetch_by_columns(desc, batch, head, m0, here, pieces, slot, half: gl.constexpr, BLOCK_M: gl.constexpr):
+def _fetch_by_columns(desc, batch, head, m0, here, ring, slot, half: gl.constexpr, BLOCK_M: gl.constexpr):
     """Rows into half of the place of V and U_V."""
+    LAYOUT: gl.constexpr = desc.layout
+    places = reinterpret(ring.index(slot), desc.dtype, [4, 1, 1, BLOCK_M, RESULT_COLUMNS], LAYOUT)
     for i in gl.static_range(2):
-        first = pieces.index(slot * PIECES + 4 * i + 2 * half)
-        place = first._reinterpret(desc.dtype, [1, 1, BLOCK_M, RESULT_COLUMNS], desc.layout)
-        async_load(desc, [batch, head, m0, i * RESULT_COLUMNS], here, place)
+        async_load(desc, [batch, head, m0, i * RESULT_COLUMNS], here, places.index(2 * i + half))
 
 
 @gluon.jit
@@ -501,6 +503,7 @@ def _stream_keys(
     tickets_ptr, items = schedule
     k_desc, v_desc, u_k_desc, u_v_desc = descs
     num_blocks, num_heads, section, H, GROUP, N_q, N_k, window = work
+    PIECE: gl.constexpr = v_desc.layout
     ROWS_BYTES: gl.constexpr = BLOCK_M * BLOCK_D * 2
     BEGIN_BYTES: gl.constexpr = 4 * ROWS_BYTES + BLOCK_M * 4
     num_items = num_blocks * num_heads
@@ -520,10 +523,14 @@ def _stream_keys(
             here = barriers.index(slot)
             mbarrier.expect(here, len(descs) * BLOCK_N * BLOCK_D * 2)
             fetch(k_desc, batch, kv_head, n0, here, rings[0].index(slot))
+            pieces = reinterpret(
+                rings[1].index(slot), v_desc.dtype, [PIECES, 1, 1, BLOCK_N // 2, RESULT_COLUMNS], PIECE
+            )
             for i in gl.static_range(PIECES):  # 64 columns of half of V's rows, of U_V's, …
                 rows, columns = n0 + i % 4 // 2 * (BLOCK_N // 2), i // 4 * RESULT_COLUMNS
-                piece = rings[1].index(slot * PIECES + i)
-                async_load(v_desc if i % 2 == 0 else u_v_desc, [batch, kv_head, rows, columns], here, piece)
+                async_load(
+                    v_desc if i % 2 == 0 else u_v_desc, [batch, kv_head, rows, columns], here, pieces.index(i)
+                )
             fetch(u_k_desc, batch, kv_head, n0, here, rings[2].index(slot))
             slot, phase = next_stage(slot, phase, STAGES)
         item = draw(tickets_ptr, num_items)
@@ -570,6 +577,7 @@ def _sum_over_keys(
     )
     do_ring, u_q_ring, q_ring, o_ring = held
     lse_ring, vector_places = row_places
+    VECTORS: gl.constexpr = vector_places.layout
     k_ring, v_ring, u_k_ring, u_v_ring = rings
     H, N_q, N_k, window = sizes
     grads, vectors_ptr, vectors_desc, vector_stride, padded_rows = outputs
@@ -611,7 +619,7 @@ def _sum_over_keys(
             # Q and O came in a tile's place, and those of the tile's to come may.
             lse = gl.where(rows < N_q, lse_ring.index(held_stage).reshape([BLOCK_M]).load(ROWS), float("inf"))
             q_smem = u_k_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
-            o_smem = _both(v_ring, stage, BLOCK_N, BLOCK_D).slice(BLOCK_M, BLOCK_M, 0)
+            o_smem = v_ring.index(stage).slice(BLOCK_M, BLOCK_M, 0)
             q = q_smem.load(HELD)
             do_tile = do.load(HELD)
             delta = _row_products(do_tile, o_smem.load(HELD), ROWS)  # D = <dO, O>
@@ -658,7 +666,7 @@ def _sum_over_keys(
                 u_q = u_q_ring.index(held_stage + zero).reshape([BLOCK_M, BLOCK_D])
             my_k, my_u_k = _part(k, ME, PAIR, 0), _part(u_k, ME, PAIR, 0)
             if PAIR:  # one product of 64 columns: two of 32 take half as long again
-                both = _both(v_ring, stage, BLOCK_N, BLOCK_D)
+                both = v_ring.index(stage)
                 my_both = both.slice(ME * BLOCK_N, BLOCK_N, 0)
                 my_v, my_u_v = my_both.slice(0, KEYS, 0), my_both.slice(KEYS, KEYS, 0)
                 ac = warpgroup_mma(do, my_both.permute([1, 0]), nothing_both, use_acc=False, is_async=True)
@@ -753,19 +761,19 @@ def _sum_over_keys(
             # dQ and O came in the next tile's place, with the next item's Q and O.
             mbarrier.wait(barriers.index(stage), phase)
             q_smem = k_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
-            o_smem = _both(v_ring, stage, BLOCK_N, BLOCK_D).slice(0, BLOCK_M, 0)
+            o_smem = v_ring.index(stage).slice(0, BLOCK_M, 0)
         else:
             mbarrier.wait(barriers.index(HELD_BARRIERS + 2 * HELD_STAGES), r & 1)  # dQ in Q's place
         dq = _part(q_smem, ME, PAIR, 1).load(SUMS)
         o = _part(o_smem, ME, PAIR, 1).load(SUMS)
         if PAIR:
             if total > 0:  # each has seen half of the keys
-                vector_places.index(2 * ME).reshape([BLOCK_M]).store(alpha)
-                vector_places.index(2 * ME + 1).reshape([BLOCK_M]).store(e0)
+                _row_vector(vector_places, 2 * ME, VECTORS).store(alpha)
+                _row_vector(vector_places, 2 * ME + 1, VECTORS).store(e0)
                 mbarrier.arrive(barriers.index(GIVEN + 4 + ME), count=1)
                 mbarrier.wait(barriers.index(GIVEN + 4 + OTHER), sums_turn)
-                alpha += vector_places.index(2 * OTHER).reshape([BLOCK_M]).load(ROWS)
-                e0 += vector_places.index(2 * OTHER + 1).reshape([BLOCK_M]).load(ROWS)
+                alpha += _row_vector(vector_places, 2 * OTHER, VECTORS).load(ROWS)
+                e0 += _row_vector(vector_places, 2 * OTHER + 1, VECTORS).load(ROWS)
                 sums_turn ^= 1
         else:
             release(barriers.index(HELD_BARRIERS + HELD_STAGES + held_stage))
@@ -777,8 +785,8 @@ def _sum_over_keys(
             mbarrier.wait(barriers.index(last), last_phase, pred=last >= 0)
             last = 0 * N_q - 1
             # Half of the row vectors, in the places that it alone has read from: L·log2(e), D | α, α D + E = E°
-            vector_places.index(2 * OTHER).reshape([BLOCK_M]).store(alpha if ME == 0 else lse2)
-            vector_places.index(2 * OTHER + 1).reshape([BLOCK_M]).store(e0 if ME == 0 else delta)
+            _row_vector(vector_places, 2 * OTHER, VECTORS).store(alpha if ME == 0 else lse2)
+            _row_vector(vector_places, 2 * OTHER + 1, VECTORS).store(e0 if ME == 0 else delta)
         if BY_COPY:
             places = (exchange[2 * ME], exchange[2 * ME + 1])
             copy_rows((grad_q, grad_do), (grad_q_desc, grad_do_desc), places, batch, head, m0, ME * DIMS)
@@ -789,10 +797,7 @@ def _sum_over_keys(
                 fence_async_shared()
                 thread_barrier()
         if PAIR:
-            half = vector_places.index(2 * OTHER)._reinterpret(
-                gl.float32, [2, 1, BLOCK_M], vectors_desc.layout
-            )
-            async_store(vectors_desc, [2 * OTHER, batch * H + head, m0], half)
+            async_store(vectors_desc, [2 * OTHER, batch * H + head, m0], vector_places.index(OTHER))
         else:
             # Last, for fences wait for stores.
             vectors = vectors_ptr + (batch * H + head).to(gl.int64) * padded_rows + rows
@@ -867,11 +872,12 @@ def _row_pass(
     if PAIR or BY_COPY:
         exchange = exchange_places(grad_q_desc, GROUPS)
     if PAIR:
+        # V and U_V: half of V's rows, of U_V's, the other halves
         v_ring = gl.allocate_shared_memory(
-            dtype, [STAGES * PIECES, 1, 1, BLOCK_N // 2, RESULT_COLUMNS], v_desc.layout
+            dtype, [STAGES, 2 * BLOCK_N, BLOCK_D], gl.NVMMASharedLayout(128, 16, 2)
         )
         lse_ring = gl.allocate_shared_memory(gl.float32, [HELD_STAGES, 1, BLOCK_M], lse_desc.layout)
-        vector_places = gl.allocate_shared_memory(gl.float32, [4, 1, 1, BLOCK_M], vectors_desc.layout)
+        vector_places = gl.allocate_shared_memory(gl.float32, [2, 2, 1, BLOCK_M], vectors_desc.layout)
         # Tiles, whether they have come and are used up; what one warpgroup has given the other.
         barriers = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 6, 1], mbarrier.MBarrierLayout())
         init_barriers(barriers, 0, STAGES, 1)
@@ -980,7 +986,7 @@ def row_pass(
             descriptors[f"{name}_desc"] = tile_descriptor(x, block_n)
         for name in ("grad_q_desc", "grad_do_desc"):
             descriptors[name] = tile_descriptor(tensors[name], block_m, RESULT_COLUMNS)
-        if tile["PAIR"]:  # O and halves of V and U_V as `_both` has them
+        if tile["PAIR"]:  # in pieces, for the place of V and U_V
             descriptors["o_desc"] = tile_descriptor(o, block_m, RESULT_COLUMNS)
             descriptors["v_desc"] = tile_descriptor(v, block_n // 2, RESULT_COLUMNS)
             descriptors["u_v_desc"] = tile_descriptor(u_v, block_n // 2, RESULT_COLUMNS)
