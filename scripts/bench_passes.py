@@ -2,12 +2,14 @@
 
     python -m scripts.bench_passes [--head-dims 64 128] [--out docs/results/passes.json] [--commit …]
 
-Milliseconds of one kernel differ by 5 % from run to run, because clocks follow power and temperature; cycles by 0.7 % at most. So this
-tells versions apart, and `scripts.bench_attention` what a call costs. Before and after each pass a small kernel reads every
-multiprocessor's clock, all in one CUDA graph; what such a kernel takes is measured too and subtracted. `fraction` is 18 products
-of 2·(valid pairs)·d FLOPs at the 4,096 bf16 FLOPs a cycle of a Hopper multiprocessor, over both passes. Rows of other commits
-stay in --out.
+Milliseconds of one kernel differ by 5 % from run to run, because clocks follow power and temperature; cycles by 0.7 % at most.
+So this tells versions apart, and `scripts.bench_attention` what a call costs. Before and after each pass a small kernel reads
+every multiprocessor's clock, all in one CUDA graph; what such a kernel takes is measured too and subtracted. `fraction` is 18
+products of 2·(valid pairs)·d FLOPs at the 4,096 bf16 FLOPs a cycle of a Hopper multiprocessor, over both passes. Rows of other
+commits stay in --out.
 """
+
+# pyright: reportCallIssue=false
 
 import argparse
 import json
