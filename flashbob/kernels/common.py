@@ -340,10 +340,18 @@ class Problem:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def section(self, streamed_bytes_per_head: int, heads: int) -> int:
-        """How many heads to work on at a time, so that what they stream stays in half of the L2 cache."""
+        """How many heads to work on at a time, so that what they stream stays in half of the L2 cache.
+
+        With a window that is a part of the sequence, of two windows' length for the blocks that are in work.
+        """
         if self.device.type != "cuda":
             return heads
-        return max(1, min(heads, _l2_cache_bytes(self.device) // 2 // streamed_bytes_per_head))
+        if self.window_size is not None:
+            streamed_bytes_per_head = (
+                streamed_bytes_per_head * min(2 * self.window_size, self.num_keys) // self.num_keys
+            )
+        section = max(1, min(heads, _l2_cache_bytes(self.device) // 2 // max(1, streamed_bytes_per_head)))
+        return triton.cdiv(heads, triton.cdiv(heads, section))  # sections of like size
 
     @property
     def side_tensors(self) -> dict[str, Tensor | None]:

@@ -378,11 +378,26 @@ def exchange_places(desc, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def place_rows(tiles, places):
+    """Store two tiles of results in two places in shared memory."""
+    for i in gl.static_range(2):
+        places[i].index(0).reshape(tiles[i].shape).store(tiles[i].to(places[i].dtype))
+
+
+@gluon.jit
+def hand_over(place, results, barriers, PLACED: gl.constexpr, ME: gl.constexpr):
+    """The results of warpgroup ME lie in their places in shared memory: its sending warp may order copies of them to the rows and
+    head that `place` tells. A first number below zero: there are no more."""
+    fence_async_shared()
+    publish(place, results, ME)
+    mbarrier.arrive(barriers.index(PLACED + ME), count=1)
+
+
+@gluon.jit
 def copy_rows(tiles, descs, places, batch, head, first, first_dim: gl.constexpr):
     """Write the rows from `first` on, and the columns from `first_dim` on, of two outputs, which two tiles hold, by way of two
     places in shared memory: they are free for other things after `copies_read` only."""
-    for i in gl.static_range(2):
-        places[i].index(0).reshape(tiles[i].shape).store(tiles[i].to(descs[i].dtype))
+    place_rows(tiles, places)
     fence_async_shared()
     thread_barrier()
     for i in gl.static_range(2):
