@@ -216,6 +216,25 @@ def add_product(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """The words (uint32) of `tl.philox`, Philox-4x32-10, from counters of uint32.
+
+    A round's two products are taken with all of their 64 bits, an instruction each; `tl.philox` takes two for each, of which
+    the one for the high words is slow.
+    """
+    seed = seed.to(tl.uint64)
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):  # pyright: ignore[reportGeneralTypeIssues]
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, (b & 0xFFFFFFFF).to(tl.uint32)
+        c2, c3 = (a >> 32).to(tl.uint32) ^ c3 ^ k1, (a & 0xFFFFFFFF).to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def keep_mask(
     seed,
     offset,
@@ -232,13 +251,14 @@ def keep_mask(
     One Philox call gives the words of four neighbouring keys, so the calls form a tile BLOCK_N / 4 wide,
     which two joins widen: index (a, b) of the joined dimensions holds word 2a + b.
     """
-    quads = n0 // 4 + tl.arange(0, BLOCK_N // 4)
-    rows = m0 + tl.arange(0, BLOCK_M)
+    quads = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)
+    rows = (m0 + tl.arange(0, BLOCK_M)).to(tl.uint32)
+    head = tl.cast(batch_head, tl.uint32)
     counter3 = offset.to(tl.uint32)  # the low word
     if TRANSPOSED:
-        w0, w1, w2, w3 = tl.philox(seed, quads[:, None], rows[None, :], batch_head, counter3)
+        w0, w1, w2, w3 = philox(seed, quads[:, None], rows[None, :], head, counter3)
     else:
-        w0, w1, w2, w3 = tl.philox(seed, quads[None, :], rows[:, None], batch_head, counter3)
+        w0, w1, w2, w3 = philox(seed, quads[None, :], rows[:, None], head, counter3)
     limit = tl.cast(threshold, tl.uint32)
     # Bytes, so that the tile's way to the layout of the scores moves a quarter of the words' bits.
     k0, k1 = (w0 >= limit).to(tl.int8), (w1 >= limit).to(tl.int8)
@@ -340,7 +360,7 @@ class Problem:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def section(self, streamed_bytes_per_head: int, heads: int) -> int:
-        """How many heads to work on at a time, so that what they stream stays in half of the L2 cache.
+        """How many heads to work on at a time, so that what they stream stays in three quarters of the L2 cache.
 
         With a window that is a part of the sequence, of two windows' length for the blocks that are in work.
         """
@@ -350,7 +370,7 @@ class Problem:
             streamed_bytes_per_head = (
                 streamed_bytes_per_head * min(2 * self.window_size, self.num_keys) // self.num_keys
             )
-        section = max(1, min(heads, _l2_cache_bytes(self.device) // 2 // max(1, streamed_bytes_per_head)))
+        section = max(1, min(heads, _l2_cache_bytes(self.device) * 3 // 4 // max(1, streamed_bytes_per_head)))
         return triton.cdiv(heads, triton.cdiv(heads, section))  # sections of like size
 
     @property
@@ -367,8 +387,7 @@ class Problem:
         mask, seed = self.key_padding_mask, self.dropout_seed
         return {
             "padding_strides": (0, 0) if mask is None else mask.stride(),
-            # A word is dropped when it is below the threshold; 2³² itself does not fit into a word.
-            "threshold": min(round(self.dropout_p * 2**32), 2**32 - 1),
+            "threshold": threshold(self.dropout_p),
             "keep_scale": 1.0 / (1.0 - self.dropout_p),
             "scale": self.scale,
             "window": 0 if self.window_size is None else self.window_size,
@@ -394,6 +413,11 @@ class Problem:
             self.batch, self.heads, self.kv_heads, self.num_rows, self.num_keys, self.head_dim, self.dtype, self.device,
             self.scale, self.is_causal, self.window_size, self.dropout_p,
         )  # fmt: skip
+
+
+def threshold(dropout_p: float) -> int:
+    """Below it a word of Philox drops its score; 2³² itself does not fit into a word."""
+    return min(round(dropout_p * 2**32), 2**32 - 1)
 
 
 @functools.cache

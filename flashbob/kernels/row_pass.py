@@ -352,7 +352,7 @@ def row_pass(
     """
     grad_q = torch.empty_like(q) if out is None else out
     own = None if "row_pass" in FORCED else hopper(q.device)
-    if own is not None and own.able(problem, (q, k, v, do, o, dq, u_q, u_k, u_v)):
+    if own is not None and own.able(problem, (q, k, v, do, o, dq, u_q, u_k, u_v), dropout=False):
         tile = hopper_tile("row_pass", problem.head_dim)
         return own.row_pass(problem, u_q, u_k, u_v, do, q, k, v, o, lse, dq, grad_q, tile=tile)
     grad_do, vectors = torch.empty_like(do), problem.row_vectors(NUM_VECTORS)

@@ -24,10 +24,13 @@ from .common import (
     KeySums,
     add_rows,
     common_arguments,
+    dropout_arguments,
     init_barriers,
+    keep_mask,
     keys_of_rows,
     load_lse,
     load_padding,
+    next_tile,
     number_of_programs,
     published,
     release,
@@ -51,11 +54,13 @@ def _sum_over_keys(
     sizes,
     lse_ptr,
     padding,
+    dropout,
     scale,
     outputs,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
+    DROPOUT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -80,6 +85,9 @@ def _sum_over_keys(
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
 
+    seed_ptr, threshold, keep_scale = dropout
+    if DROPOUT:
+        dice = (gl.load(seed_ptr), gl.load(seed_ptr + 1), threshold)
     r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
     mbarrier.wait(barriers.index(2 * STAGES), 0)
     block = published(items, 0, 0)
@@ -126,7 +134,11 @@ def _sum_over_keys(
                 p = gl.where(valid, p, 0.0)
             if PADDING:
                 p = gl.where(attended[None, :], p, 0.0)
+            if DROPOUT:
+                keep = keep_mask(dice, batch_head, m0, n0, BLOCK_N, SCORES, False)
             a = warpgroup_mma_wait(0, deps=[a])
+            if DROPOUT:
+                a = gl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
             ds = gl.convert_layout((p * (a - delta[:, None])).to(dtype), OPERAND)
             dq = warpgroup_mma(ds, k, dq, is_async=True)  # dS K
             used = STAGES + stage
@@ -163,6 +175,9 @@ def _backward_rows(
     padded_rows,
     padding,
     padding_strides,
+    seed_ptr,
+    threshold,
+    keep_scale,
     scale,
     window,
     H,
@@ -175,6 +190,7 @@ def _backward_rows(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
+    DROPOUT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -207,8 +223,8 @@ def _backward_rows(
         [
             (
                 _sum_over_keys,
-                (held, rings, barriers, items, sizes, lse_ptr, padding_row, scale, outputs,
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, BASE),
+                (held, rings, barriers, items, sizes, lse_ptr, padding_row, (seed_ptr, threshold, keep_scale), scale, outputs,
+                 CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, BASE),
             ),
             (
                 stream_keys,
@@ -230,12 +246,14 @@ def _sum_over_rows(
     items,
     sizes,
     padding,
+    dropout,
     scale,
     outputs,
     bases,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
+    DROPOUT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -247,7 +265,7 @@ def _sum_over_rows(
     """The computing warps of `_backward_keys`."""
     k_ring, v_ring = held
     q_ring, do_ring = rings
-    MEMBERS, N_q, N_k, window = sizes
+    H, GROUP, MEMBERS, N_q, N_k, window = sizes
     dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride = outputs
     dtype: gl.constexpr = q_ring.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -258,6 +276,9 @@ def _sum_over_rows(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
 
+    seed_ptr, threshold, keep_scale = dropout
+    if DROPOUT:
+        dice = (gl.load(seed_ptr), gl.load(seed_ptr + 1), threshold)
     r, stage, phase = 0 * N_q, 0 * N_q, 0 * N_q
     mbarrier.wait(barriers.index(2 * STAGES), 0)
     n0 = published(items, 0, 0)
@@ -277,7 +298,7 @@ def _sum_over_rows(
             v = v.load(HELD)
         release(held_used)  # the next item's may come
 
-        m0 = lo
+        m0, head = lo, kv_head * GROUP + split * MEMBERS
         mbarrier.wait(barriers.index(stage), phase, pred=total > 0)
         first_q = q_ring.index(stage).reshape([BLOCK_M, BLOCK_D])
         s = warpgroup_mma(k, first_q.permute([1, 0]), nothing, use_acc=False)
@@ -297,11 +318,17 @@ def _sum_over_rows(
                     p = gl.where(valid, p, 0.0)
             if PADDING:
                 p = gl.where(attended[:, None], p, 0.0)
-            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), OPERAND), do, dv, is_async=True)  # Pᵀ dO
+            pg = p
+            if DROPOUT:
+                keep = keep_mask(dice, batch * H + head, m0, n0, BLOCK_M, SCORES, True)
+                pg = gl.where(keep, p * keep_scale, 0.0)
+            dv = warpgroup_mma(gl.convert_layout(pg.to(dtype), OPERAND), do, dv, is_async=True)  # (g ⊙ P)ᵀ dO
             a = warpgroup_mma_wait(1, deps=[a])
+            if DROPOUT:
+                a = gl.where(keep, a * keep_scale, 0.0)
             ds = (p * (a - vectors.slice(1, 1).load(SCORES))).to(dtype)
             dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)  # dSᵀ Q
-            m0 = gl.where(m0 + BLOCK_M >= hi, lo, m0 + BLOCK_M)
+            m0, head = next_tile(m0, head, lo, hi, BLOCK_M)
             used = STAGES + stage
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
@@ -339,6 +366,9 @@ def _backward_keys(
     split_stride,
     padding,
     padding_strides,
+    seed_ptr,
+    threshold,
+    keep_scale,
     scale,
     window,
     H,
@@ -352,6 +382,7 @@ def _backward_keys(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     PADDING: gl.constexpr,
+    DROPOUT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -378,15 +409,16 @@ def _backward_keys(
     descs = (q_desc, do_desc)
     rings = (q_ring, do_ring)
     work = (num_heads, section, H, GROUP, MEMBERS, N_q, N_k, window)
-    sizes = (MEMBERS, N_q, N_k, window)
+    sizes = (H, GROUP, MEMBERS, N_q, N_k, window)
     padding_row = (padding, padding_strides[0], padding_strides[1])
     outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides, split_stride)
     gl.warp_specialize(
         [
             (
                 _sum_over_rows,
-                (held, rings, vectors_ring, barriers, items, sizes, padding_row, scale, outputs, (dk_base_ptr, dv_base_ptr),
-                 CAUSAL, WINDOW, PADDING, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, BASE),
+                (held, rings, vectors_ring, barriers, items, sizes, padding_row, (seed_ptr, threshold, keep_scale), scale,
+                 outputs, (dk_base_ptr, dv_base_ptr),
+                 CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HELD_OPERANDS, BASE),
             ),
             (
                 stream_rows,
@@ -420,6 +452,7 @@ def backward_rows(
     tensors = {
         "q_desc": q, "do_desc": do, "o_desc": o, "k_desc": k, "v_desc": v, "lse_ptr": lse.contiguous(),
         "dq_ptr": dq, "base_ptr": base, "vectors_ptr": vectors, "padding": problem.side_tensors["padding"],
+        "seed_ptr": problem.side_tensors["seed"],
         "tickets_ptr": problem.tickets,
     }  # fmt: skip
 
@@ -434,7 +467,7 @@ def backward_rows(
             "q_desc": tile_descriptor(q, block_m), "do_desc": tile_descriptor(do, block_m), "o_desc": tile_descriptor(o, block_m),
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
-            "maxnreg": share_of_registers(False), "BASE": base is not None,
+            "maxnreg": share_of_registers(False), "BASE": base is not None, **dropout_arguments(problem),
         }  # fmt: skip
 
     launch(_backward_rows, problem, tensors, prepare, tile)
@@ -461,6 +494,7 @@ def backward_keys(
     tensors = {
         "q_desc": q, "do_desc": do, "k_desc": k, "v_desc": v, "vectors_desc": vectors, "dk_ptr": sums_k, "dv_ptr": sums_v,
         "dk_base_ptr": base_k, "dv_base_ptr": base_v, "padding": problem.side_tensors["padding"],
+        "seed_ptr": problem.side_tensors["seed"],
         "tickets_ptr": problem.tickets,
     }  # fmt: skip
 
@@ -472,7 +506,7 @@ def backward_keys(
             "k_desc": tile_descriptor(k, block_n), "v_desc": tile_descriptor(v, block_n),
             "vectors_desc": vectors_descriptor(vectors, block_m),
             "dk_strides": sums_k.stride()[-4:], "dv_strides": sums_v.stride()[-4:],
-            "maxnreg": share_of_registers(False), "BASE": base is not None,
+            "maxnreg": share_of_registers(False), "BASE": base is not None, **dropout_arguments(problem),
         }  # fmt: skip
 
     launch(_backward_keys, problem, tensors, prepare, tile)

@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common import Problem
+from ..common import Problem, threshold
+from ..common import philox as plain_philox
 from ..launch import compiles_ahead
 
 # Their names in triton 3.9, and in 3.6.
@@ -25,6 +26,7 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 reinterpret = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
+philox = gluon.jit(plain_philox.fn)  # in Gluon's language
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 ITEM_SIZE = gl.constexpr(4)  # numbers that tell an item
@@ -424,6 +426,60 @@ def load_padding(row, stride, keys, N_k):
     return gl.load(row + keys.to(gl.int64) * stride, keys < N_k, 0) != 0
 
 
+@gluon.constexpr_function
+def _quads_layout(columns, transposed):
+    """Layout of Philox' calls, each for four neighbouring keys, of a tile of 64 × `columns` scores."""
+    wider = [[1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    if transposed:
+        registers = [[0, 8], [0, 16], *([0, *x] for x in wider)]
+        lanes, warps, shape = [[0, 2], [0, 4], [0, 1], [2, 0], [1, 0]], [[4, 0], [8, 0]], [16, columns]
+    else:
+        registers = [[0, 2], [0, 4], *([0, x[0] // 4] for x in wider)]
+        lanes, warps, shape = [[8, 0], [0, 1], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [64, columns // 4]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def _halfway_layout(columns):
+    """One exchange between lanes away from both a transposed tile of quads and a product's result."""
+    wider = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    registers, lanes = [[0, 1], [2, 0], [0, 8], [0, 16], *wider], [[0, 2], [0, 4], [1, 0], [8, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def keep_mask(
+    dice, batch_head, m0, n0, COLUMNS: gl.constexpr, SCORES: gl.constexpr, TRANSPOSED: gl.constexpr
+):
+    """The bits of `flashbob.masking.dropout_keep_mask` for a tile of 64 × COLUMNS scores (32 or more) in the layout of a
+    product's result, of rows from m0 and keys from n0 on; [keys, rows] if TRANSPOSED. `dice` are seed, offset and threshold.
+
+    Each thread makes the words of four neighbouring keys, as Philox gives them, none of them twice, and gets some of
+    its scores' bits from its neighbours: one exchange between lanes, two if TRANSPOSED (both at once would take shared memory).
+    """
+    seed, offset, threshold = dice
+    QUADS: gl.constexpr = _quads_layout(COLUMNS, TRANSPOSED)
+    if TRANSPOSED:
+        quads = n0 // 4 + gl.arange(0, 16, layout=gl.SliceLayout(1, QUADS))[:, None]
+        rows = m0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, QUADS))[None, :]
+    else:
+        quads = n0 // 4 + gl.arange(0, COLUMNS // 4, layout=gl.SliceLayout(0, QUADS))[None, :]
+        rows = m0 + gl.arange(0, 64, layout=gl.SliceLayout(1, QUADS))[:, None]
+    counters = (quads.to(gl.uint32), rows.to(gl.uint32), batch_head.to(gl.uint32), offset.to(gl.uint32))
+    w0, w1, w2, w3 = philox(seed, *counters)
+    limit = threshold.to(gl.uint32)
+    k0, k1 = (w0 >= limit).to(gl.int32), (w1 >= limit).to(gl.int32)
+    k2, k3 = (w2 >= limit).to(gl.int32), (w3 >= limit).to(gl.int32)
+    # Index (a, b) of the joined dimensions holds word 2a + b.
+    keep = gl.join(gl.join(k0, k2), gl.join(k1, k3))
+    if TRANSPOSED:
+        keep = gl.reshape(gl.permute(keep, [0, 2, 3, 1]), [64, COLUMNS])
+        keep = gl.convert_layout(keep, _halfway_layout(COLUMNS))
+    else:
+        keep = gl.reshape(keep, [64, COLUMNS])
+    return gl.convert_layout(keep, SCORES) != 0
+
+
 @gluon.jit
 def next_tile(start, head, first, end, BLOCK: gl.constexpr):
     """The tile after this one: the next BLOCK rows, or the first ones of the next head."""
@@ -507,6 +563,15 @@ def common_arguments(problem: Problem) -> dict:
     }
 
 
+def dropout_arguments(problem: Problem) -> dict:
+    """Arguments of the kernels that know dropout, beside the seed."""
+    return {
+        "DROPOUT": problem.dropout_seed is not None,
+        "threshold": threshold(problem.dropout_p),
+        "keep_scale": 1.0 / (1.0 - problem.dropout_p),
+    }
+
+
 def _block_d(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
@@ -551,10 +616,10 @@ def aligned_rows(x: Tensor) -> Tensor:
     )
 
 
-def able(problem: Problem, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these kernels take the call: bf16 or fp16, d from 33 to 128, no dropout, and TMA's alignment."""
+def able(problem: Problem, tensors: tuple[Tensor | None, ...], *, dropout: bool = True) -> bool:
+    """Whether these kernels take the call: bf16 or fp16, d from 33 to 128, and TMA's alignment; with `dropout` such calls too."""
     return (
-        problem.dropout_seed is None
+        (problem.dropout_seed is None or dropout)
         and problem.dtype in (torch.bfloat16, torch.float16)
         and 32 < problem.head_dim <= 128
         and all(x is not None and _aligned(x) for x in tensors)
