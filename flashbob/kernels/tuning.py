@@ -149,12 +149,16 @@ def _hopper_entry(block_m: int, block_n: int, *, stages: int, held_operands: int
 # The Gluon kernels in hopper/, by pass and largest head dimension, for bf16 and fp16; measured on an H200. No search
 # changes them.
 _HOPPER: dict[tuple[str, int], dict] = {
+    ("backward_rows", 32): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_rows", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_rows", 128): _hopper_entry(64, 64, stages=2, held_operands=2),
+    ("backward_keys", 32): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_keys", 64): _hopper_entry(64, 64, stages=3, held_operands=2),
     ("backward_keys", 128): _hopper_entry(32, 64, stages=3, held_operands=1),
+    ("row_pass", 32): _hopper_entry(64, 32, stages=2, held_operands=2, PAIR=False),
     ("row_pass", 64): _hopper_entry(64, 32, stages=2, held_operands=2, PAIR=False),
     ("row_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=1, PAIR=True),
+    ("column_pass", 32): _hopper_entry(64, 64, stages=3, held_operands=2, PAIR=False),
     ("column_pass", 64): _hopper_entry(32, 64, stages=3, held_operands=4, PAIR=False),
     ("column_pass", 128): _hopper_entry(64, 64, stages=2, held_operands=2, PAIR=True),
 }
@@ -179,7 +183,7 @@ def tiles(pass_name: str, head_dim: int, dtype: torch.dtype, device: torch.devic
 
 def hopper_tile(pass_name: str, head_dim: int) -> dict:
     """Arguments of a launch of the kernels in hopper/."""
-    return _HOPPER[pass_name, 64 if head_dim <= 64 else 128]
+    return _HOPPER[pass_name, max(32, triton.next_power_of_2(head_dim))]
 
 
 @contextlib.contextmanager

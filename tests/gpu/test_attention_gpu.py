@@ -147,10 +147,16 @@ def test_one_key_head_for_many_query_heads():
     check(torch.bfloat16, (8, 1), (1000, 1000), 128, "window", batch=1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(
     ("feature", "lengths"),
-    [("causal", (530, 530)), ("window", (530, 530)), ("causal", (1100, 300)), ("window", (300, 1100))],
+    [
+        ("causal", (530, 530)),
+        ("window", (530, 530)),
+        ("dropout", (530, 530)),
+        ("causal", (1100, 300)),
+        ("window", (300, 1100)),
+    ],
 )
 def test_many_blocks_for_each_program(head_dim, feature, lengths):
     """Of ragged sequences, in heads that share keys, some without a key or a row that sees them: the Hopper kernels' programs
@@ -183,9 +189,10 @@ def test_a_thread_that_has_not_used_the_device():
     assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 256])
-def test_head_dimensions(head_dim):
-    check(torch.bfloat16, (2, 2), (600, 600), head_dim, "causal")
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 40, 80, 96, 256])
+@pytest.mark.parametrize("feature", ["causal", "dropout"])
+def test_head_dimensions(head_dim, feature):
+    check(torch.bfloat16, (2, 2), (600, 600), head_dim, feature)
 
 
 def inputs(batch=4, heads=12, length=1024, head_dim=64, dtype=torch.bfloat16, scale=1.0):

@@ -573,7 +573,7 @@ def dropout_arguments(problem: Problem) -> dict:
 
 
 def _block_d(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return max(32, triton.next_power_of_2(head_dim))
 
 
 def tile_descriptor(x: Tensor, block: int, columns: int | None = None) -> TensorDescriptor:
@@ -582,7 +582,8 @@ def tile_descriptor(x: Tensor, block: int, columns: int | None = None) -> Tensor
     A dimension of size 1 has any stride.
     """
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
-    shape = [1, 1, block, int(columns or _block_d(x.shape[3]))]
+    width = _block_d(x.shape[3])
+    shape = [1, 1, block, min(width, int(columns or width))]
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
 
 
@@ -617,11 +618,11 @@ def aligned_rows(x: Tensor) -> Tensor:
 
 
 def able(problem: Problem, tensors: tuple[Tensor | None, ...], *, dropout: bool = True) -> bool:
-    """Whether these kernels take the call: bf16 or fp16, d from 33 to 128, and TMA's alignment; with `dropout` such calls too."""
+    """Whether these kernels take the call: bf16 or fp16, d from 17 to 128, and TMA's alignment; with `dropout` such calls too."""
     return (
         (problem.dropout_seed is None or dropout)
         and problem.dtype in (torch.bfloat16, torch.float16)
-        and 32 < problem.head_dim <= 128
+        and 16 < problem.head_dim <= 128
         and all(x is not None and _aligned(x) for x in tensors)
     )
 
