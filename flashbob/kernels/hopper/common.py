@@ -429,12 +429,12 @@ def load_padding(row, stride, keys, N_k):
 @gluon.constexpr_function
 def _quads_layout(columns, transposed):
     """Layout of Philox' calls, each for four neighbouring keys, of a tile of 64 × `columns` scores."""
-    wider = [[1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    wider = [1 << bit for bit in range(5, columns.bit_length() - 1)]
     if transposed:
-        registers = [[0, 8], [0, 16], *([0, *x] for x in wider)]
+        registers = [[0, 8], [0, 16], *([0, x] for x in wider)]
         lanes, warps, shape = [[0, 2], [0, 4], [0, 1], [2, 0], [1, 0]], [[4, 0], [8, 0]], [16, columns]
     else:
-        registers = [[0, 2], [0, 4], *([0, x[0] // 4] for x in wider)]
+        registers = [[0, 2], [0, 4], *([0, x // 4] for x in wider)]
         lanes, warps, shape = [[8, 0], [0, 1], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [64, columns // 4]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
