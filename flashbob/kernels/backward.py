@@ -4,7 +4,8 @@
     dQ = τ dS K     dK = τ dSᵀ Q    dV = (g ⊙ P)ᵀ dO
 
 The first kernel computes D from the dO tile that it holds anyway, and stores it for the second. Two kernels
-compute the scores twice, and need no atomics: dQ has the same bits on every run.
+compute the scores twice, and need no atomics: dQ has the same bits on every run. Beyond 128 columns dK and dV, whose sums
+do not fit into registers together, are a launch each (STEP).
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 """
@@ -12,6 +13,7 @@ Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -133,13 +135,14 @@ def _row_tile(
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
     DROPOUT: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of rows to dK / τ and dV. Score tiles are [BLOCK_N, BLOCK_M]: see `column_pass`."""
+    """Add one tile of rows to dK / τ and dV, or to the step's. Score tiles are [BLOCK_N, BLOCK_M]: see `column_pass`."""
     dtype = k.dtype
     q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
     do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
@@ -155,15 +158,19 @@ def _row_tile(
         p = tl.where(visible(rows, keys, N_q, N_k, window, CAUSAL, WINDOW), p, 0.0)
     if PADDING:
         p = tl.where(key_valid[:, None], p, 0.0)
-    a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
+    if STEP != "v":
+        a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
     pg = p
     if DROPOUT:
         keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, True)
-        a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
         pg = tl.where(keep, p * keep_scale, 0.0)
-    dv = add_product(pg.to(dtype), do, dv, PRECISION)
-    ds = p * (a - delta[None, :])
-    dk = add_product(ds.to(dtype), q, dk, PRECISION)
+        if STEP != "v":
+            a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
+    if STEP != "k":
+        dv = add_product(pg.to(dtype), do, dv, PRECISION)
+    if STEP != "v":
+        ds = p * (a - delta[None, :])
+        dk = add_product(ds.to(dtype), q, dk, PRECISION)
     return dk, dv
 
 
@@ -314,6 +321,7 @@ def _backward_keys(
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
     DROPOUT: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -359,35 +367,38 @@ def _backward_keys(
                     m0, dk, dv, k, v, key_valid, vectors, vector_stride,
                     q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
                     seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                    True, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
                 )  # fmt: skip
         for m0 in range(full_begin, full_end, BLOCK_M):
             dk, dv = _row_tile(
                 m0, dk, dv, k, v, key_valid, vectors, vector_stride,
                 q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                False, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                False, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
         for m0 in range(full_end, hi, BLOCK_M):
             dk, dv = _row_tile(
                 m0, dk, dv, k, v, key_valid, vectors, vector_stride,
                 q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
-    dk *= scale
-    if BASE:
-        dk_base = head_pointer(dk_base_ptr, dk_strides, batch, kv_head)
-        dv_base = head_pointer(dv_base_ptr, dv_strides, batch, kv_head)
-        dk_offsets = tile_offsets(dk_strides, BLOCK_N, BLOCK_D, WIDE)
-        dv_offsets = tile_offsets(dv_strides, BLOCK_N, BLOCK_D, WIDE)
-        dk += load_tile(dk_base, dk_strides, dk_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
-        dv += load_tile(dv_base, dv_strides, dv_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
-    dk_head = head_pointer(dk_ptr, dk_strides, batch, kv_head)
-    dv_head = head_pointer(dv_ptr, dv_strides, batch, kv_head)
-    store_tile(dk_head, dk_strides, dk, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
-    store_tile(dv_head, dv_strides, dv, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    if STEP != "v":
+        dk *= scale
+        if BASE:
+            dk_base = head_pointer(dk_base_ptr, dk_strides, batch, kv_head)
+            dk_offsets = tile_offsets(dk_strides, BLOCK_N, BLOCK_D, WIDE)
+            dk += load_tile(dk_base, dk_strides, dk_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+        dk_head = head_pointer(dk_ptr, dk_strides, batch, kv_head)
+        store_tile(dk_head, dk_strides, dk, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    if STEP != "k":
+        if BASE:
+            dv_base = head_pointer(dv_base_ptr, dv_strides, batch, kv_head)
+            dv_offsets = tile_offsets(dv_strides, BLOCK_N, BLOCK_D, WIDE)
+            dv += load_tile(dv_base, dv_strides, dv_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+        dv_head = head_pointer(dv_ptr, dv_strides, batch, kv_head)
+        store_tile(dv_head, dv_strides, dv, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
 
 
 def backward(
@@ -437,16 +448,21 @@ def backward(
         "dk_base_ptr": base and base[1], "dv_base_ptr": base and base[2], "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare_keys(tile: dict) -> tuple[int, dict]:
+    def prepare_keys(step: str, tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.kv_heads
         group = problem.heads // problem.kv_heads
         streamed = 2 * group * problem.num_rows * row_bytes
         more = {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads), "BASE": base is not None,
+            "STEP": step,
         }  # fmt: skip
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_backward_keys, problem, tensors, prepare_keys, "backward_keys")
+    if problem.one_sum and "backward_keys" not in FORCED:
+        for step in ("k", "v"):
+            launch(_backward_keys, problem, tensors, functools.partial(prepare_keys, step), f"backward_keys_{step}")
+    else:
+        launch(_backward_keys, problem, tensors, functools.partial(prepare_keys, "all"), "backward_keys")
     return dq, dk, dv

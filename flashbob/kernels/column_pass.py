@@ -6,12 +6,15 @@
 The scores are computed transposed (Sᵀ = K Qᵀ), so that S̃ᵀ and (P⊙h)ᵀ come out as the left operands of their
 products. A group's query heads are summed before the write.
 
+Beyond 128 columns two fp32 sums do not fit into registers, and two launches compute one each (STEP): "k" K̃, "v" Ṽ.
+
 Source: FlashBoB (arXiv 2609.24089), section 4.
 """
 
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -78,14 +81,17 @@ def _row_tile(
     HAS_U_Q: tl.constexpr,
     HAS_U_K: tl.constexpr,
     HAS_U_V: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of rows to K̃ / τ and Ṽ. Score tiles are [BLOCK_N, BLOCK_M]."""
+    """Add one tile of rows to K̃ / τ and Ṽ, or to the step's. Score tiles are [BLOCK_N, BLOCK_M]."""
     HAS_F: tl.constexpr = HAS_U_Q or HAS_U_K
+    WITH_K: tl.constexpr = STEP != "v"
+    WITH_V: tl.constexpr = STEP != "k"
     dtype = k.dtype
     q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
     do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
@@ -104,9 +110,9 @@ def _row_tile(
             f = tl.dot(u_k, tl.trans(q), f, input_precision=PRECISION)
     elif HAS_U_K:
         f = tl.dot(u_k, tl.trans(q), input_precision=PRECISION)
-    if HAS_F:
+    if HAS_F and WITH_K:
         a = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # dP
-    if HAS_U_V:
+    if HAS_U_V and WITH_K:
         c = tl.dot(u_v, tl.trans(do), input_precision=PRECISION)
 
     p = tl.math.exp2(s * (scale * LOG2E) - lse2[None, :])  # P = exp(S − L)
@@ -122,24 +128,27 @@ def _row_tile(
     if HAS_F:
         alpha = tl.load(row_vectors + 2 * vector_stride)
         h = f * scale - alpha[None, :]  # h = F − α
-        ph = p * h
-        if DROPOUT:
-            ph = tl.where(keep, ph * keep_scale, 0.0)
-        v_sum = add_product(ph.to(dtype), do, v_sum, PRECISION)
-        if DROPOUT:
-            a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
-        centered = a - delta[None, :]
-        p_tilde = h * centered - e0[None, :]  # P̃ − E, without C
-        if HAS_U_Q:
-            k_sum = add_product((p * centered).to(dtype), u_q, k_sum, PRECISION)
-    if HAS_U_V:
-        if DROPOUT:
-            c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
-        if HAS_F:
-            p_tilde = p_tilde + c
-        else:
-            p_tilde = c - e0[None, :]
-    k_sum = add_product((p * p_tilde).to(dtype), q, k_sum, PRECISION)
+        if WITH_V:
+            ph = p * h
+            if DROPOUT:
+                ph = tl.where(keep, ph * keep_scale, 0.0)
+            v_sum = add_product(ph.to(dtype), do, v_sum, PRECISION)
+        if WITH_K:
+            if DROPOUT:
+                a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
+            centered = a - delta[None, :]
+            p_tilde = h * centered - e0[None, :]  # P̃ − E, without C
+            if HAS_U_Q:
+                k_sum = add_product((p * centered).to(dtype), u_q, k_sum, PRECISION)
+    if WITH_K:
+        if HAS_U_V:
+            if DROPOUT:
+                c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
+            if HAS_F:
+                p_tilde = p_tilde + c
+            else:
+                p_tilde = c - e0[None, :]
+        k_sum = add_product((p * p_tilde).to(dtype), q, k_sum, PRECISION)
     return k_sum, v_sum
 
 
@@ -186,6 +195,7 @@ def _column_pass(
     HAS_U_Q: tl.constexpr,
     HAS_U_K: tl.constexpr,
     HAS_U_V: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -227,7 +237,7 @@ def _column_pass(
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
     vector_stride = tl.cast(vector_stride, tl.int64)
 
-    k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # stays at zero, and in no register, where the other one is computed
     v_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     lo, full_begin, full_end, hi = row_range(n0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for member in range(0, GROUP):
@@ -246,7 +256,7 @@ def _column_pass(
                     q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
                     q_offsets, do_offsets, u_q_offsets,
                     seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V,
+                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP,
                     HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
                 )  # fmt: skip
         for m0 in range(full_begin, full_end, BLOCK_M):
@@ -255,7 +265,7 @@ def _column_pass(
                 q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
                 q_offsets, do_offsets, u_q_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V,
+                False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
         for m0 in range(full_end, hi, BLOCK_M):
@@ -264,14 +274,16 @@ def _column_pass(
                 q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
                 q_offsets, do_offsets, u_q_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
-    grad_k_head = head_pointer(grad_k_ptr, grad_k_strides, batch, kv_head)
-    grad_v_head = head_pointer(grad_v_ptr, grad_v_strides, batch, kv_head)
-    store_tile(grad_k_head, grad_k_strides, k_sum * scale, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
-    store_tile(grad_v_head, grad_v_strides, v_sum, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    if STEP != "v":
+        grad_k_head = head_pointer(grad_k_ptr, grad_k_strides, batch, kv_head)
+        store_tile(grad_k_head, grad_k_strides, k_sum * scale, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
+    if STEP != "k":
+        grad_v_head = head_pointer(grad_v_ptr, grad_v_strides, batch, kv_head)
+        store_tile(grad_v_head, grad_v_strides, v_sum, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, WIDE)
 
 
 def column_pass(
@@ -297,7 +309,7 @@ def column_pass(
         "grad_k_ptr": grad_k, "grad_v_ptr": grad_v, "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare(tile: dict) -> tuple[int, dict]:
+    def prepare(step: str, tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.kv_heads
         group = problem.heads // problem.kv_heads
         streamed = (2 + (u_q is not None)) * group * problem.num_rows * problem.head_dim * q.element_size()
@@ -305,9 +317,14 @@ def column_pass(
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
             "HAS_U_Q": u_q is not None, "HAS_U_K": u_k is not None, "HAS_U_V": u_v is not None,
+            "STEP": step,
         }  # fmt: skip
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_column_pass, problem, tensors, prepare, "column_pass")
+    if problem.one_sum and "column_pass" not in FORCED:
+        for step in ("k", "v"):
+            launch(_column_pass, problem, tensors, functools.partial(prepare, step), f"column_pass_{step}")
+    else:
+        launch(_column_pass, problem, tensors, functools.partial(prepare, "all"), "column_pass")
     return grad_k, grad_v

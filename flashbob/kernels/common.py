@@ -343,6 +343,14 @@ class Problem:
         )
 
     @property
+    def one_sum(self) -> bool:
+        """Whether kernels are launched once for each fp32 sum of the head dimension's width: two do not fit into registers.
+
+        Not in fp32, whose products are no matter of registers.
+        """
+        return self.head_dim > 128 and self.dtype.itemsize == 2
+
+    @property
     def padded_rows(self) -> int:
         return triton.cdiv(self.num_rows, ROW_PADDING) * ROW_PADDING
 

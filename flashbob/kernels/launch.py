@@ -24,7 +24,7 @@ tuning.ON_CHANGE.append(_PLANS.clear)
 # itself needs the cores. Python waits for them at its exit.
 NUM_COMPILERS = min(4, len(os.sched_getaffinity(0)) - 1)
 _COMPILERS = ThreadPoolExecutor(max(1, NUM_COMPILERS), thread_name_prefix="flashbob-compiler")
-_COMPILING: dict[Any, Future] = {}  # the last one of each kernel
+_COMPILING: dict[tuple, Future] = {}  # the last one of each kernel and name of a tile
 _THREAD = threading.local()
 
 
@@ -99,7 +99,7 @@ def _first_launch(
     tile: str | dict,
 ) -> tuple | None:
     names = kernel.arg_names
-    compiling = _COMPILING.pop(kernel, None)
+    compiling = _COMPILING.pop(_compilation(kernel, tile), None)
     if compiling is not None:
         wait([compiling])  # if it failed, so will this launch, and say why
 
@@ -144,12 +144,13 @@ def _compile_ahead(
     tile: str | dict,
 ) -> None:
     """Have a thread compile what a first launch of the same form will ask for; nothing keeps the tensors alive."""
+    key = _compilation(kernel, tile)
     if isinstance(tile, str):
         form = _form(problem, tile)
         if tuning.searches(*form):
             return
         tile = tuning.tiles(*form)[0]
-    running = _COMPILING.get(kernel)
+    running = _COMPILING.get(key)
     if running is not None and not running.done():
         return  # one thread at a time
     _load_launchers_one_at_a_time()
@@ -167,7 +168,12 @@ def _compile_ahead(
         with torch.cuda.device(device):
             kernel.warmup(**arguments, grid=(1,)).run  # noqa: B018  loads it, and has a C compiler make its launcher
 
-    _COMPILING[kernel] = _COMPILERS.submit(work)
+    _COMPILING[key] = _COMPILERS.submit(work)
+
+
+def _compilation(kernel: Any, tile: str | dict) -> tuple:
+    """Launches of one kernel by several names are compilations of their own."""
+    return kernel, tile if isinstance(tile, str) else None
 
 
 @functools.cache

@@ -9,11 +9,18 @@ which reads dQ in place of the paper's sixth product R = (P⊙A) K. With USE_DQ 
 
     E = E° − α D       Q̃ = τ (Ω − α R − E B)
 
+Beyond 128 columns three fp32 sums do not fit into registers, and three launches do this with one sum each (STEP): "vectors"
+writes α and E° alone; "q" and "do" read them and know h = F − α and S̃ = P ⊙ (P̃ − E), as the column pass does:
+
+    Q̃ = τ Σ (S̃ K + dS U_K)      dÕ = Σ ((g⊙P) U_V + (g⊙P⊙h) V)
+
 Source: FlashBoB (arXiv 2609.24089), section 4.
 """
 
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false
+
+import functools
 
 import torch
 import triton
@@ -91,14 +98,19 @@ def _key_tile(
     HAS_U_K: tl.constexpr,
     HAS_U_V: tl.constexpr,
     USE_DQ: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of keys to the six sums."""
+    """Add one tile of keys to the step's sums, of six. Where α and E° = α D + E are known they stay as they are."""
     HAS_F: tl.constexpr = HAS_U_Q or HAS_U_K
+    KNOWN: tl.constexpr = STEP == "q" or STEP == "do"
+    WITH_Q: tl.constexpr = STEP == "all" or STEP == "q"
+    WITH_DO: tl.constexpr = STEP == "all" or STEP == "do"
+    WITH_P_TILDE: tl.constexpr = STEP != "do"
     dtype = q.dtype
     k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
     v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
@@ -109,14 +121,15 @@ def _key_tile(
 
     # All score products first: they are in flight together while the first of them is worked on.
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    a = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # dP
+    if WITH_P_TILDE:
+        a = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # dP
     if HAS_U_Q:
         f = tl.dot(u_q, tl.trans(k), input_precision=PRECISION)
         if HAS_U_K:
             f = tl.dot(q, tl.trans(u_k), f, input_precision=PRECISION)
     elif HAS_U_K:
         f = tl.dot(q, tl.trans(u_k), input_precision=PRECISION)
-    if HAS_U_V:
+    if HAS_U_V and WITH_P_TILDE:
         c = tl.dot(do, tl.trans(u_v), input_precision=PRECISION)
 
     p = tl.math.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
@@ -129,31 +142,44 @@ def _key_tile(
     pg = p
     if DROPOUT:
         keep = keep_mask(seed, seed_offset, threshold, batch_head, m0, n0, BLOCK_M, BLOCK_N, False)
-        a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
         pg = tl.where(keep, p * keep_scale, 0.0)
-        if HAS_U_V:
-            c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
-    b = add_product(p.to(dtype), k, b, PRECISION)
-    if HAS_U_V:
+        if WITH_P_TILDE:
+            a = tl.where(keep, a * keep_scale, 0.0)  # A = g ⊙ dP
+            if HAS_U_V:
+                c = tl.where(keep, c * keep_scale, 0.0)  # C = g ⊙ (dO U_Vᵀ)
+    if STEP == "all":
+        b = add_product(p.to(dtype), k, b, PRECISION)
+    if HAS_U_V and WITH_DO:
         do_sum = add_product(pg.to(dtype), u_v, do_sum, PRECISION)
-    centered = a - delta[:, None]
-    if HAS_U_K:
+    if WITH_P_TILDE:
+        centered = a - delta[:, None]
+    if HAS_U_K and WITH_Q:
         omega = add_product((p * centered).to(dtype), u_k, omega, PRECISION)
     if HAS_F:
         f = f * scale  # F = τ (U_Q Kᵀ + Q U_Kᵀ)
+        if KNOWN:
+            f = f - alpha[:, None]  # h = F − α
         pf = p * f
-        alpha += tl.sum(pf, 1)
+        if not KNOWN:
+            alpha += tl.sum(pf, 1)
         if DROPOUT:
             pf = tl.where(keep, pf * keep_scale, 0.0)
-        do_sum = add_product(pf.to(dtype), v, do_sum, PRECISION)
-        p_tilde = f * centered  # P̃° = C + F ⊙ (A − D)
-        if HAS_U_V:
-            p_tilde = p_tilde + c
-    else:
+        if WITH_DO:
+            do_sum = add_product(pf.to(dtype), v, do_sum, PRECISION)
+        if WITH_P_TILDE:
+            p_tilde = f * centered  # P̃° = C + F ⊙ (A − D)
+            if HAS_U_V:
+                p_tilde = p_tilde + c
+    elif WITH_P_TILDE:
         p_tilde = c
-    p_p_tilde = p * p_tilde
-    e0 += tl.sum(p_p_tilde, 1)
-    omega = add_product(p_p_tilde.to(dtype), k, omega, PRECISION)
+    if WITH_P_TILDE:
+        if KNOWN:
+            p_tilde = p_tilde - e0[:, None]  # P̃ − E = C + h ⊙ (A − D) − (α D + E)
+        p_p_tilde = p * p_tilde
+        if not KNOWN:
+            e0 += tl.sum(p_p_tilde, 1)
+        if WITH_Q:
+            omega = add_product(p_p_tilde.to(dtype), k, omega, PRECISION)
     if HAS_F:
         if not USE_DQ:
             r = add_product((p * a).to(dtype), k, r, PRECISION)
@@ -209,6 +235,7 @@ def _row_pass(
     HAS_U_K: tl.constexpr,
     HAS_U_V: tl.constexpr,
     USE_DQ: tl.constexpr,
+    STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -217,6 +244,9 @@ def _row_pass(
     PRECISION: tl.constexpr,
 ):
     HAS_F: tl.constexpr = HAS_U_Q or HAS_U_K
+    KNOWN: tl.constexpr = STEP == "q" or STEP == "do"
+    WITH_Q: tl.constexpr = STEP == "all" or STEP == "q"
+    WITH_DO: tl.constexpr = STEP == "all" or STEP == "do"
     num_blocks = padded_rows // BLOCK_M
     block, batch_head = program_block(num_blocks, num_heads, section)
     if CAUSAL:
@@ -237,8 +267,9 @@ def _row_pass(
     k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, WIDE)
     v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_D, WIDE)
     q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
-    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
-    u_q = q
+    do, u_q = q, q
+    if STEP != "do":
+        do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
     u_k_head, u_k_offsets = k_head, k_offsets
     u_v_head, u_v_offsets = v_head, v_offsets
     if HAS_U_Q:
@@ -255,17 +286,29 @@ def _row_pass(
     if DROPOUT:
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
 
-    # L = +inf beyond the last row: P is 0 there.
-    lse_pointers = lse_ptr + tl.cast(batch_head, tl.int64) * N_q + rows
-    lse2 = tl.load(lse_pointers, mask=rows < N_q, other=float("inf")) * LOG2E
-    o = load_tile(o_head, o_strides, o_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # D = ⟨dO, O⟩
+    vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows + rows
+    vector_stride = tl.cast(vector_stride, tl.int64)
+    if KNOWN:
+        lse2 = tl.load(vectors)
+        delta = tl.load(vectors + vector_stride)
+        alpha = tl.load(vectors + 2 * vector_stride)
+        e0 = tl.load(vectors + 3 * vector_stride)
+    else:
+        # L = +inf beyond the last row: P is 0 there.
+        lse_pointers = lse_ptr + tl.cast(batch_head, tl.int64) * N_q + rows
+        lse2 = tl.load(lse_pointers, mask=rows < N_q, other=float("inf")) * LOG2E
+        o = load_tile(o_head, o_strides, o_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # D = ⟨dO, O⟩
+        alpha = tl.zeros([BLOCK_M], tl.float32)
+        e0 = tl.zeros([BLOCK_M], tl.float32)
 
-    alpha = tl.zeros([BLOCK_M], tl.float32)
-    e0 = tl.zeros([BLOCK_M], tl.float32)
-    omega = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    do_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    omega, b, do_sum = delta, delta, delta  # placeholders of the sums that other steps have
+    if WITH_Q:
+        omega = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if STEP == "all":
+        b = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WITH_DO:
+        do_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if HAS_F and not USE_DQ:
         r = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     else:
@@ -280,7 +323,7 @@ def _row_pass(
                 k_offsets, v_offsets, u_k_offsets, u_v_offsets,
                 padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
                 batch, batch_head, m0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
     for n0 in range(full_begin, full_end, BLOCK_N):
@@ -290,7 +333,7 @@ def _row_pass(
             k_offsets, v_offsets, u_k_offsets, u_v_offsets,
             padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
             batch, batch_head, m0, N_q, N_k,
-            False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ,
+            False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     for n0 in range(full_end, hi, BLOCK_N):
@@ -300,35 +343,39 @@ def _row_pass(
             k_offsets, v_offsets, u_k_offsets, u_v_offsets,
             padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
             batch, batch_head, m0, N_q, N_k,
-            True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ,
+            True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     e = e0 - alpha * delta  # E = E° − α D
-    vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows + rows
-    vector_stride = tl.cast(vector_stride, tl.int64)
-    tl.store(vectors, lse2)
-    tl.store(vectors + vector_stride, delta)
-    tl.store(vectors + 2 * vector_stride, alpha)
-    tl.store(vectors + 3 * vector_stride, e0)  # α D + E = E°
+    if not KNOWN:
+        tl.store(vectors, lse2)
+        tl.store(vectors + vector_stride, delta)
+        tl.store(vectors + 2 * vector_stride, alpha)
+        tl.store(vectors + 3 * vector_stride, e0)  # α D + E = E°
 
-    grad_q = omega - e0[:, None] * b
-    if HAS_F:
-        if USE_DQ:
-            dq_head = head_pointer(dq_ptr, dq_strides, batch, head)
-            dq_offsets = tile_offsets(dq_strides, BLOCK_M, BLOCK_D, WIDE)
-            dq = load_tile(dq_head, dq_strides, dq_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
-            grad_q = scale * grad_q - alpha[:, None] * dq.to(tl.float32)  # τ (Ω − E° B) − α dQ
+    if WITH_Q:
+        if KNOWN:
+            grad_q = scale * omega
+        elif HAS_F:
+            grad_q = omega - e0[:, None] * b
+            if USE_DQ:
+                dq_head = head_pointer(dq_ptr, dq_strides, batch, head)
+                dq_offsets = tile_offsets(dq_strides, BLOCK_M, BLOCK_D, WIDE)
+                dq = load_tile(dq_head, dq_strides, dq_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+                grad_q = scale * grad_q - alpha[:, None] * dq.to(tl.float32)  # τ (Ω − E° B) − α dQ
+            else:
+                grad_q = scale * (omega - alpha[:, None] * r - e[:, None] * b)  # τ (Ω − α R − E B)
         else:
-            grad_q = scale * (omega - alpha[:, None] * r - e[:, None] * b)  # τ (Ω − α R − E B)
-        o = load_tile(o_head, o_strides, o_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
-        do_sum = do_sum - alpha[:, None] * o.to(tl.float32)  # dÕ = dÕ° − α O
-    else:
-        grad_q = scale * grad_q
-    grad_q_head = head_pointer(grad_q_ptr, grad_q_strides, batch, head)
-    grad_do_head = head_pointer(grad_do_ptr, grad_do_strides, batch, head)
-    store_tile(grad_q_head, grad_q_strides, grad_q, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
-    store_tile(grad_do_head, grad_do_strides, do_sum, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
+            grad_q = scale * (omega - e0[:, None] * b)
+        grad_q_head = head_pointer(grad_q_ptr, grad_q_strides, batch, head)
+        store_tile(grad_q_head, grad_q_strides, grad_q, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
+    if WITH_DO:
+        if HAS_F and not KNOWN:
+            o = load_tile(o_head, o_strides, o_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+            do_sum = do_sum - alpha[:, None] * o.to(tl.float32)  # dÕ = dÕ° − α O
+        grad_do_head = head_pointer(grad_do_ptr, grad_do_strides, batch, head)
+        store_tile(grad_do_head, grad_do_strides, do_sum, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, WIDE)
 
 
 def row_pass(
@@ -362,7 +409,7 @@ def row_pass(
         "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
-    def prepare(tile: dict) -> tuple[int, dict]:
+    def prepare(step: str, tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.heads
         num_streamed = 2 + (u_k is not None) + (u_v is not None)
         streamed = num_streamed * problem.num_keys * problem.head_dim * q.element_size()
@@ -370,9 +417,14 @@ def row_pass(
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
             "HAS_U_Q": u_q is not None, "HAS_U_K": u_k is not None, "HAS_U_V": u_v is not None, "USE_DQ": dq is not None,
+            "STEP": step,
         }  # fmt: skip
         programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
-    launch(_row_pass, problem, tensors, prepare, "row_pass")
+    if dq is not None and problem.one_sum and "row_pass" not in FORCED:
+        for step in ("vectors", "q", "do"):
+            launch(_row_pass, problem, tensors, functools.partial(prepare, step), f"row_pass_{step}")
+    else:
+        launch(_row_pass, problem, tensors, functools.partial(prepare, "all"), "row_pass")
     return grad_q, grad_do, vectors

@@ -85,6 +85,15 @@ _TABLE[9, 0] = {
         (128, 2): _entry(64, 32, 4, 3),
         (256, 2): _entry(32, 32, 8, 2),
     },
+    # One sum a launch. Not measured: of what compiles for sm_90 the largest tiles with few spills; row_pass_q and column_pass_k
+    # spill most (0.4 and 0.7 KiB of stack a thread).
+    "row_pass_vectors": {(256, 2): _entry(64, 32, 4, 2)},
+    "row_pass_q": {(256, 2): _entry(64, 32, 4, 2)},
+    "row_pass_do": {(256, 2): _entry(64, 32, 4, 2)},
+    "column_pass_k": {(256, 2): _entry(32, 64, 4, 2)},
+    "column_pass_v": {(256, 2): _entry(32, 64, 4, 2)},
+    "backward_keys_k": {(256, 2): _entry(32, 128, 8, 2)},
+    "backward_keys_v": {(256, 2): _entry(64, 128, 8, 2)},
 }
 
 # Nobody has run these there. They compile for sm_80, sm_86 and sm_100 (triton 3.6) with next to no spills, in at most 96 KiB.
@@ -119,6 +128,13 @@ _UNMEASURED = {
         (128, 2): _entry(32, 32, 4, 2),
         (256, 2): _entry(32, 32, 8, 1),
     },
+    "row_pass_vectors": {(256, 2): _entry(16, 32, 8, 1)},
+    "row_pass_q": {(256, 2): _entry(32, 32, 8, 1)},
+    "row_pass_do": {(256, 2): _entry(32, 32, 8, 1)},
+    "column_pass_k": {(256, 2): _entry(32, 16, 8, 1)},
+    "column_pass_v": {(256, 2): _entry(32, 32, 8, 1)},
+    "backward_keys_k": {(256, 2): _entry(32, 64, 8, 1)},
+    "backward_keys_v": {(256, 2): _entry(32, 64, 8, 1)},
 }
 for _capability in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3)):
     _TABLE[_capability] = _UNMEASURED
@@ -223,12 +239,22 @@ def _fallbacks(head_dim: int, itemsize: int) -> list[dict]:
 # --- the search ---------------------------------------------------------------------------------------------
 
 
-SEARCHED = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass", "tangent")
+# Launches of one sum, of wide heads (Problem.one_sum), with the score tiles that each holds.
+ONE_SUM = {
+    "row_pass_vectors": 4,
+    "row_pass_q": 4,
+    "row_pass_do": 2,
+    "column_pass_k": 4,
+    "column_pass_v": 2,
+    "backward_keys_k": 2,
+    "backward_keys_v": 1,
+}
+SEARCHED = ("forward", "backward_rows", "backward_keys", "row_pass", "column_pass", "tangent", *ONE_SUM)
 
 
 def candidates(pass_name: str, head_dim: int) -> list[tuple[int, int, int, int]]:
     """(rows, keys, warps, stages) within what registers may hold: fp32 sums and score tiles."""
-    by_keys = pass_name in ("column_pass", "backward_keys")
+    by_keys = pass_name.startswith(("column_pass", "backward_keys"))
     sums = {
         "forward": 1,
         "backward_rows": 1,
@@ -236,6 +262,8 @@ def candidates(pass_name: str, head_dim: int) -> list[tuple[int, int, int, int]]
         "row_pass": 3,
         "column_pass": 2,
         "tangent": 1,
+        **dict.fromkeys(ONE_SUM, 1),
+        "row_pass_vectors": 0,
     }
     scores = {
         "forward": 2,
@@ -244,6 +272,7 @@ def candidates(pass_name: str, head_dim: int) -> list[tuple[int, int, int, int]]
         "row_pass": 4,
         "column_pass": 4,
         "tangent": 3,
+        **ONE_SUM,
     }
     found = []
     for held, streamed, warps, stages in itertools.product(

@@ -140,6 +140,93 @@ def test_features(mask, heads, lengths):
     compare(heads, lengths, **feature(mask, lengths[1]))
 
 
+@pytest.fixture
+def one_sum(monkeypatch):
+    """Launches of one sum each, as for wide heads, whatever the head dimension and type."""
+    from flashbob.kernels.common import Problem
+
+    monkeypatch.setattr(Problem, "one_sum", True)
+
+
+@pytest.mark.parametrize("mask,heads,lengths", FEATURES.values(), ids=FEATURES)
+def test_features_with_one_sum_a_launch(one_sum, mask, heads, lengths):
+    compare(heads, lengths, **feature(mask, lengths[1]))
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_missing_cotangents_with_one_sum_a_launch(one_sum, used, dropout):
+    compare((2, 1), (40, 40), batch=1, used=used, is_causal=True, **(WITH_DROPOUT if dropout else {}))
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("head_dim", [160, 256])
+@pytest.mark.parametrize(
+    "name", ["causal-gqa-square", "full-gqa-square-padding-dropout", "window-mha-wide-dropout"]
+)
+def test_features_of_wide_heads(name, head_dim, dtype):
+    mask, heads, lengths = FEATURES[name]
+    compare(heads, lengths, head_dim=head_dim, dtype=dtype, **feature(mask, lengths[1]))
+
+
+def test_results_of_wide_heads_are_written_where_they_are_wanted():
+    """Of any strides, and on every run with the same bits."""
+    from flashbob.kernels.column_pass import column_pass
+    from flashbob.kernels.common import Problem
+    from flashbob.kernels.row_pass import row_pass
+
+    q, k, v, do, us = make_inputs((4, 2), (37, 50), batch=1, head_dim=136, dtype=torch.float16, device=DEVICE)
+    options = complete(136, is_causal=True, **WITH_DROPOUT)
+    problem = Problem.of(q, k, **options)
+    o, lse = kernels().forward(q, k, v, **options)
+    dq, _, _ = kernels().backward(do, q, k, v, o, lse, **options)
+
+    def both(outs):
+        grad_q, grad_do, vectors = row_pass(problem, *us, do, q, k, v, o, lse, dq, outs and outs[0])
+        return grad_q, grad_do, *column_pass(problem, *us, do, q, k, v, vectors, outs and outs[1:])
+
+    outs = [torch.empty_like(x.mT.contiguous()).mT for x in (q, k, v)]
+    expected, got = both(None), both(outs)
+    assert [got[i] is out for i, out in zip((0, 2, 3), outs)] == [True] * 3
+    assert all(map(torch.equal, expected, got))
+
+
+@pytest.mark.parametrize("head_dim", [128, 160])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_which_launches_are_made(monkeypatch, head_dim, dtype):
+    """A sum each for wide heads of narrow types, but for the paper's form."""
+    from flashbob.kernels import backward, column_pass, row_pass, tuning
+
+    made = []
+    for module in (backward, column_pass, row_pass):
+        monkeypatch.setattr(module, "launch", lambda *arguments: made.append(arguments[4]))
+    q, k, v, do, us = make_inputs((2, 1), (5, 5), head_dim=head_dim, dtype=dtype, device=DEVICE)
+    lse = torch.zeros(q.shape[:3], device=DEVICE)
+    problem = backward.Problem.of(q, k, **complete(head_dim))
+
+    def second(dq):
+        made.clear()
+        _, _, vectors = row_pass.row_pass(problem, *us, do, q, k, v, q, lse, dq)
+        column_pass.column_pass(problem, *us, do, q, k, v, vectors)
+        return made.copy()
+
+    with tuning.forced("forward", 16, 16, 1, 1):  # which is no reason to launch anything else
+        backward.backward(problem, do, q, k, v, q, lse)
+        first = made.copy()
+        with_dq, paper = second(q), second(None)
+    with tuning.forced("row_pass", 16, 16, 1, 1):
+        whole = second(q)
+    if head_dim == 160 and dtype == torch.float16:
+        assert first == ["backward_rows", "backward_keys_k", "backward_keys_v"]
+        columns = ["column_pass_k", "column_pass_v"]
+        assert with_dq == ["row_pass_vectors", "row_pass_q", "row_pass_do", *columns]
+        assert paper == whole == ["row_pass", *columns]
+        assert {*with_dq, *first} <= {*tuning.SEARCHED}
+    else:
+        assert first == ["backward_rows", "backward_keys"]
+        assert with_dq == paper == whole == ["row_pass", "column_pass"]
+
+
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 @pytest.mark.parametrize(
     "name", ["causal-gqa-square", "full-gqa-square-padding-dropout", "window-mha-wide-dropout"]
