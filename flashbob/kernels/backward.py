@@ -13,8 +13,8 @@ Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -35,6 +35,7 @@ from .common import (
     program_block,
     row_range,
     store_tile,
+    streamed_head,
     tile_offsets,
     visible,
 )
@@ -79,6 +80,7 @@ def _key_tile(
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
     DROPOUT: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -86,8 +88,8 @@ def _key_tile(
     PRECISION: tl.constexpr,
 ):
     """Add one tile of keys to dQ / τ."""
-    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
+    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.math.exp2(s * (scale * LOG2E) - lse2[:, None])  # P = exp(S − L)
     if MASKED:
@@ -136,6 +138,7 @@ def _row_tile(
     PADDING: tl.constexpr,
     DROPOUT: tl.constexpr,
     STEP: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -144,8 +147,8 @@ def _row_tile(
 ):
     """Add one tile of rows to dK / τ and dV, or to the step's. Score tiles are [BLOCK_N, BLOCK_M]: see `column_pass`."""
     dtype = k.dtype
-    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED, TMA)
+    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED, TMA)
     # The vectors exist beyond the last row, with L = +inf: P is 0 there, and needs no mask.
     row_vectors = vectors + m0 + tl.arange(0, BLOCK_M)
     lse2 = tl.load(row_vectors)
@@ -210,6 +213,7 @@ def _backward_rows(
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
     DROPOUT: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -230,8 +234,8 @@ def _backward_rows(
     q_head = head_pointer(q_ptr, q_strides, batch, head)
     do_head = head_pointer(do_ptr, do_strides, batch, head)
     o_head = head_pointer(o_ptr, o_strides, batch, head)
-    k_head = head_pointer(k_ptr, k_strides, batch, kv_head)
-    v_head = head_pointer(v_ptr, v_strides, batch, kv_head)
+    k_head = streamed_head(k_ptr, k_strides, batch, kv_head, TMA)
+    v_head = streamed_head(v_ptr, v_strides, batch, kv_head, TMA)
     q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, WIDE)
     do_offsets = tile_offsets(do_strides, BLOCK_M, BLOCK_D, WIDE)
     o_offsets = tile_offsets(o_strides, BLOCK_M, BLOCK_D, WIDE)
@@ -260,21 +264,21 @@ def _backward_rows(
                 n0, dq, q, do, lse2, delta, k_head, v_head, k_strides, v_strides, k_offsets, v_offsets,
                 padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
                 batch, batch_head, m0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, TMA, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
     for n0 in range(full_begin, full_end, BLOCK_N):
         dq = _key_tile(
             n0, dq, q, do, lse2, delta, k_head, v_head, k_strides, v_strides, k_offsets, v_offsets,
             padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
             batch, batch_head, m0, N_q, N_k,
-            False, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            False, CAUSAL, WINDOW, PADDING, DROPOUT, TMA, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     for n0 in range(full_end, hi, BLOCK_N):
         dq = _key_tile(
             n0, dq, q, do, lse2, delta, k_head, v_head, k_strides, v_strides, k_offsets, v_offsets,
             padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
             batch, batch_head, m0, N_q, N_k,
-            True, CAUSAL, WINDOW, PADDING, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            True, CAUSAL, WINDOW, PADDING, DROPOUT, TMA, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     dq *= scale
     if BASE:
@@ -322,6 +326,7 @@ def _backward_keys(
     PADDING: tl.constexpr,
     DROPOUT: tl.constexpr,
     STEP: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -359,29 +364,29 @@ def _backward_keys(
         head = kv_head * GROUP + member
         batch_head = batch * H + head
         vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows
-        q_head = head_pointer(q_ptr, q_strides, batch, head)
-        do_head = head_pointer(do_ptr, do_strides, batch, head)
+        q_head = streamed_head(q_ptr, q_strides, batch, head, TMA)
+        do_head = streamed_head(do_ptr, do_strides, batch, head, TMA)
         if CAUSAL:
             for m0 in range(lo, full_begin, BLOCK_M):
                 dk, dv = _row_tile(
                     m0, dk, dv, k, v, key_valid, vectors, vector_stride,
                     q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
                     seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                    True, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                    True, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, TMA, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
                 )  # fmt: skip
         for m0 in range(full_begin, full_end, BLOCK_M):
             dk, dv = _row_tile(
                 m0, dk, dv, k, v, key_valid, vectors, vector_stride,
                 q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                False, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                False, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, TMA, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
         for m0 in range(full_end, hi, BLOCK_M):
             dk, dv = _row_tile(
                 m0, dk, dv, k, v, key_valid, vectors, vector_stride,
                 q_head, do_head, q_strides, do_strides, q_offsets, do_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, STEP, TMA, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
     if STEP != "v":
@@ -437,6 +442,7 @@ def backward(
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(2 * problem.num_keys * row_bytes, num_heads),
             "BASE": base is not None,
+            **problem.streamed(tensors, ("k_ptr", "v_ptr") if problem.one_sum else (), tile["BLOCK_N"]),
         }  # fmt: skip
         programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
@@ -455,14 +461,14 @@ def backward(
         more = {
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads), "BASE": base is not None,
-            "STEP": step,
+            "STEP": step, **problem.streamed(tensors, ("q_ptr", "do_ptr") if step != "all" else (), tile["BLOCK_M"]),
         }  # fmt: skip
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
     if problem.one_sum and "backward_keys" not in FORCED:
         for step in ("k", "v"):
-            launch(_backward_keys, problem, tensors, functools.partial(prepare_keys, step), f"backward_keys_{step}")
+            launch(_backward_keys, problem, tensors, partial(prepare_keys, step), f"backward_keys_{step}")
     else:
-        launch(_backward_keys, problem, tensors, functools.partial(prepare_keys, "all"), "backward_keys")
+        launch(_backward_keys, problem, tensors, partial(prepare_keys, "all"), "backward_keys")
     return dq, dk, dv

@@ -14,8 +14,8 @@ Source: FlashBoB (arXiv 2609.24089), section 4.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -35,6 +35,7 @@ from .common import (
     program_block,
     row_range,
     store_tile,
+    streamed_head,
     tile_offsets,
     visible,
 )
@@ -82,6 +83,7 @@ def _row_tile(
     HAS_U_K: tl.constexpr,
     HAS_U_V: tl.constexpr,
     STEP: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -93,8 +95,8 @@ def _row_tile(
     WITH_K: tl.constexpr = STEP != "v"
     WITH_V: tl.constexpr = STEP != "k"
     dtype = k.dtype
-    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+    q = load_tile(q_head, q_strides, q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED, TMA)
+    do = load_tile(do_head, do_strides, do_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED, TMA)
     # The vectors exist beyond the last row, with L = +inf: P is 0 there, and needs no mask.
     row_vectors = vectors + m0 + tl.arange(0, BLOCK_M)
     lse2 = tl.load(row_vectors)
@@ -104,7 +106,7 @@ def _row_tile(
     # All score products first: they are in flight together while the first of them is worked on.
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     if HAS_U_Q:
-        u_q = load_tile(u_q_head, u_q_strides, u_q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        u_q = load_tile(u_q_head, u_q_strides, u_q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED, TMA)
         f = tl.dot(k, tl.trans(u_q), input_precision=PRECISION)
         if HAS_U_K:
             f = tl.dot(u_k, tl.trans(q), f, input_precision=PRECISION)
@@ -196,6 +198,7 @@ def _column_pass(
     HAS_U_K: tl.constexpr,
     HAS_U_V: tl.constexpr,
     STEP: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -237,18 +240,19 @@ def _column_pass(
         seed_value, seed_offset = tl.load(seed), tl.load(seed + 1)
     vector_stride = tl.cast(vector_stride, tl.int64)
 
-    k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # stays at zero, and in no register, where the other one is computed
+    # One that the step does not have stays zero, and in no register.
+    k_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     v_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     lo, full_begin, full_end, hi = row_range(n0, N_q, N_k, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for member in range(0, GROUP):
         head = kv_head * GROUP + member
         batch_head = batch * H + head
         vectors = vectors_ptr + tl.cast(batch_head, tl.int64) * padded_rows
-        q_head = head_pointer(q_ptr, q_strides, batch, head)
-        do_head = head_pointer(do_ptr, do_strides, batch, head)
+        q_head = streamed_head(q_ptr, q_strides, batch, head, TMA)
+        do_head = streamed_head(do_ptr, do_strides, batch, head, TMA)
         u_q_head = q_head
         if HAS_U_Q:
-            u_q_head = head_pointer(u_q_ptr, u_q_strides, batch, head)
+            u_q_head = streamed_head(u_q_ptr, u_q_strides, batch, head, TMA)
         if CAUSAL:
             for m0 in range(lo, full_begin, BLOCK_M):
                 k_sum, v_sum = _row_tile(
@@ -256,7 +260,7 @@ def _column_pass(
                     q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
                     q_offsets, do_offsets, u_q_offsets,
                     seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP,
+                    True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP, TMA,
                     HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
                 )  # fmt: skip
         for m0 in range(full_begin, full_end, BLOCK_M):
@@ -265,7 +269,7 @@ def _column_pass(
                 q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
                 q_offsets, do_offsets, u_q_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP,
+                False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP, TMA,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
         for m0 in range(full_end, hi, BLOCK_M):
@@ -274,7 +278,7 @@ def _column_pass(
                 q_head, do_head, u_q_head, q_strides, do_strides, u_q_strides,
                 q_offsets, do_offsets, u_q_offsets,
                 seed_value, seed_offset, threshold, keep_scale, scale, window, batch_head, n0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, STEP, TMA,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
 
@@ -309,6 +313,8 @@ def column_pass(
         "grad_k_ptr": grad_k, "grad_v_ptr": grad_v, "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
+    streamed_names = ("q_ptr", "do_ptr", "u_q_ptr")
+
     def prepare(step: str, tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.kv_heads
         group = problem.heads // problem.kv_heads
@@ -317,14 +323,14 @@ def column_pass(
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
             "HAS_U_Q": u_q is not None, "HAS_U_K": u_k is not None, "HAS_U_V": u_v is not None,
-            "STEP": step,
+            "STEP": step, **problem.streamed(tensors, streamed_names if step != "all" else (), tile["BLOCK_M"]),
         }  # fmt: skip
         programs = triton.cdiv(problem.num_keys, tile["BLOCK_N"]) * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
     if problem.one_sum and "column_pass" not in FORCED:
         for step in ("k", "v"):
-            launch(_column_pass, problem, tensors, functools.partial(prepare, step), f"column_pass_{step}")
+            launch(_column_pass, problem, tensors, partial(prepare, step), f"column_pass_{step}")
     else:
-        launch(_column_pass, problem, tensors, functools.partial(prepare, "all"), "column_pass")
+        launch(_column_pass, problem, tensors, partial(prepare, "all"), "column_pass")
     return grad_k, grad_v

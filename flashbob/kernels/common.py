@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -130,6 +132,15 @@ def head_pointer(pointer, strides, batch, head):
 
 
 @triton.jit
+def streamed_head(x, strides, batch, head, TMA: tl.constexpr):
+    """What `load_tile` takes of a head whose tiles are streamed: its start, or with TMA the descriptor and which head."""
+    if TMA:
+        return x, batch, head
+    else:
+        return head_pointer(x, strides, batch, head)
+
+
+@triton.jit
 def tile_offsets(strides, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     """Offsets inside a [BLOCK, BLOCK_D] tile; 32 bits unless WIDE, which costs registers."""
     rows = tl.arange(0, BLOCK)[:, None]
@@ -151,18 +162,27 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     RAGGED: tl.constexpr,
+    TMA: tl.constexpr = False,
 ):
-    """BLOCK rows from `start` on of one head. With RAGGED those from `end` on, which may not exist, are 0."""
-    pointers = pointer + tl.cast(start, tl.int64) * strides[2] + offsets
-    if RAGGED:
+    """BLOCK rows from `start` on of one head. With RAGGED those from `end` on, which may not exist, are 0.
+
+    `pointer` is the head's start, or with TMA as `streamed_head` gives it: neither addresses nor masks take registers then.
+    """
+    if TMA:
+        descriptor, batch, head = pointer
+        return tl.reshape(descriptor.load([batch, head, start, 0]), (BLOCK, BLOCK_D))
+    elif RAGGED:
+        pointers = pointer + tl.cast(start, tl.int64) * strides[2] + offsets
         mask = (start + tl.arange(0, BLOCK) < end)[:, None]
         if BLOCK_D != HEAD_DIM:
             mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
         return tl.load(pointers, mask=mask, other=0.0)
-    elif BLOCK_D != HEAD_DIM:
-        return tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0)
     else:
-        return tl.load(pointers)
+        pointers = pointer + tl.cast(start, tl.int64) * strides[2] + offsets
+        if BLOCK_D != HEAD_DIM:
+            return tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
@@ -414,6 +434,17 @@ class Problem:
             "PRECISION": "ieee",
         }
 
+    def streamed(self, tensors: dict[str, Tensor | None], names: Iterable[str], block: int) -> dict[str, Any]:
+        """Arguments for the tensors that a kernel streams in tiles of `block` rows: TMA, and if it is true their descriptors."""
+        found = {name: x for name in names if (x := tensors[name]) is not None}
+        tma = bool(found) and _has_tma(self.device) and all(map(tma_takes, found.values()))
+        if not tma:
+            return {"TMA": False}
+        tile = [1, 1, block, max(16, triton.next_power_of_2(self.head_dim))]
+        return {"TMA": True} | {
+            name: TensorDescriptor(x, list(x.shape), tma_strides(x), tile) for name, x in found.items()
+        }
+
     @property
     def key(self) -> tuple:
         """All of it but the tensors."""
@@ -426,6 +457,27 @@ class Problem:
 def threshold(dropout_p: float) -> int:
     """Below it a word of Philox drops its score; 2³² itself does not fit into a word."""
     return min(round(dropout_p * 2**32), 2**32 - 1)
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def tma_takes(x: Tensor) -> bool:
+    """Whether TMA can read and write [B, H, N, d] of two bytes an element."""
+    return x.data_ptr() % 16 == 0 and _aligned_strides(x.shape, x.stride())
+
+
+@functools.cache
+def _aligned_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    outer = [stride for size, stride in zip(shape[:3], strides) if size > 1]
+    return strides[3] == 1 and all(s > 0 and s % 8 == 0 for s in outer)
+
+
+def tma_strides(x: Tensor) -> list[int]:
+    """A dimension of size 1 has any stride."""
+    return [*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride())), 1]
 
 
 @functools.cache

@@ -20,7 +20,7 @@ Source: FlashBoB (arXiv 2609.24089), section 4.
 # Triton's annotations are for its compiler: a literal is a constexpr, and a launch takes more than its names.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-import functools
+from functools import partial
 
 import torch
 import triton
@@ -40,6 +40,7 @@ from .common import (
     load_tile,
     program_block,
     store_tile,
+    streamed_head,
     tile_offsets,
     visible,
 )
@@ -99,6 +100,7 @@ def _key_tile(
     HAS_U_V: tl.constexpr,
     USE_DQ: tl.constexpr,
     STEP: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -112,12 +114,12 @@ def _key_tile(
     WITH_DO: tl.constexpr = STEP == "all" or STEP == "do"
     WITH_P_TILDE: tl.constexpr = STEP != "do"
     dtype = q.dtype
-    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
-    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+    k = load_tile(k_head, k_strides, k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
+    v = load_tile(v_head, v_strides, v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
     if HAS_U_K:
-        u_k = load_tile(u_k_head, u_k_strides, u_k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+        u_k = load_tile(u_k_head, u_k_strides, u_k_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
     if HAS_U_V:
-        u_v = load_tile(u_v_head, u_v_strides, u_v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+        u_v = load_tile(u_v_head, u_v_strides, u_v_offsets, n0, N_k, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
 
     # All score products first: they are in flight together while the first of them is worked on.
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -236,6 +238,7 @@ def _row_pass(
     HAS_U_V: tl.constexpr,
     USE_DQ: tl.constexpr,
     STEP: tl.constexpr,
+    TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -259,8 +262,8 @@ def _row_pass(
     q_head = head_pointer(q_ptr, q_strides, batch, head)
     do_head = head_pointer(do_ptr, do_strides, batch, head)
     o_head = head_pointer(o_ptr, o_strides, batch, head)
-    k_head = head_pointer(k_ptr, k_strides, batch, kv_head)
-    v_head = head_pointer(v_ptr, v_strides, batch, kv_head)
+    k_head = streamed_head(k_ptr, k_strides, batch, kv_head, TMA)
+    v_head = streamed_head(v_ptr, v_strides, batch, kv_head, TMA)
     q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, WIDE)
     do_offsets = tile_offsets(do_strides, BLOCK_M, BLOCK_D, WIDE)
     o_offsets = tile_offsets(o_strides, BLOCK_M, BLOCK_D, WIDE)
@@ -277,10 +280,10 @@ def _row_pass(
         u_q_offsets = tile_offsets(u_q_strides, BLOCK_M, BLOCK_D, WIDE)
         u_q = load_tile(u_q_head, u_q_strides, u_q_offsets, m0, N_q, BLOCK_M, BLOCK_D, HEAD_DIM, True)
     if HAS_U_K:
-        u_k_head = head_pointer(u_k_ptr, u_k_strides, batch, kv_head)
+        u_k_head = streamed_head(u_k_ptr, u_k_strides, batch, kv_head, TMA)
         u_k_offsets = tile_offsets(u_k_strides, BLOCK_N, BLOCK_D, WIDE)
     if HAS_U_V:
-        u_v_head = head_pointer(u_v_ptr, u_v_strides, batch, kv_head)
+        u_v_head = streamed_head(u_v_ptr, u_v_strides, batch, kv_head, TMA)
         u_v_offsets = tile_offsets(u_v_strides, BLOCK_N, BLOCK_D, WIDE)
     seed_value, seed_offset = 0, 0
     if DROPOUT:
@@ -323,7 +326,7 @@ def _row_pass(
                 k_offsets, v_offsets, u_k_offsets, u_v_offsets,
                 padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
                 batch, batch_head, m0, N_q, N_k,
-                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP,
+                True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP, TMA,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
     for n0 in range(full_begin, full_end, BLOCK_N):
@@ -333,7 +336,7 @@ def _row_pass(
             k_offsets, v_offsets, u_k_offsets, u_v_offsets,
             padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
             batch, batch_head, m0, N_q, N_k,
-            False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP,
+            False, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP, TMA,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     for n0 in range(full_end, hi, BLOCK_N):
@@ -343,7 +346,7 @@ def _row_pass(
             k_offsets, v_offsets, u_k_offsets, u_v_offsets,
             padding, padding_strides, seed_value, seed_offset, threshold, keep_scale, scale, window,
             batch, batch_head, m0, N_q, N_k,
-            True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP,
+            True, CAUSAL, WINDOW, PADDING, DROPOUT, HAS_U_Q, HAS_U_K, HAS_U_V, USE_DQ, STEP, TMA,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
 
@@ -409,6 +412,8 @@ def row_pass(
         "vectors_ptr": vectors, **problem.side_tensors,
     }  # fmt: skip
 
+    streamed_names = ("k_ptr", "v_ptr", "u_k_ptr", "u_v_ptr")
+
     def prepare(step: str, tile: dict) -> tuple[int, dict]:
         num_heads = problem.batch * problem.heads
         num_streamed = 2 + (u_k is not None) + (u_v is not None)
@@ -417,14 +422,14 @@ def row_pass(
             "vector_stride": vectors.stride(0), "padded_rows": problem.padded_rows,
             "num_heads": num_heads, "section": problem.section(streamed, num_heads),
             "HAS_U_Q": u_q is not None, "HAS_U_K": u_k is not None, "HAS_U_V": u_v is not None, "USE_DQ": dq is not None,
-            "STEP": step,
+            "STEP": step, **problem.streamed(tensors, streamed_names if step != "all" else (), tile["BLOCK_N"]),
         }  # fmt: skip
         programs = problem.padded_rows // tile["BLOCK_M"] * num_heads
         return programs, problem.arguments(tensors.values()) | more | tile
 
     if dq is not None and problem.one_sum and "row_pass" not in FORCED:
         for step in ("vectors", "q", "do"):
-            launch(_row_pass, problem, tensors, functools.partial(prepare, step), f"row_pass_{step}")
+            launch(_row_pass, problem, tensors, partial(prepare, step), f"row_pass_{step}")
     else:
-        launch(_row_pass, problem, tensors, functools.partial(prepare, "all"), "row_pass")
+        launch(_row_pass, problem, tensors, partial(prepare, "all"), "row_pass")
     return grad_q, grad_do, vectors

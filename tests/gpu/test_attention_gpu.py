@@ -195,6 +195,23 @@ def test_head_dimensions(head_dim, feature):
     check(torch.bfloat16, (2, 2), (600, 600), head_dim, feature)
 
 
+@pytest.mark.parametrize("head_dim", [132, 160, 256])
+@pytest.mark.parametrize(
+    ("feature", "heads", "lengths", "packed"),
+    [
+        ("full", (4, 4), (1000, 1000), True),
+        ("causal", (4, 2), (300, 500), False),
+        ("causal", (4, 1), (500, 300), False),
+        ("window", (4, 2), (530, 530), False),
+        ("padding", (4, 2), (530, 700), False),
+        ("dropout", (4, 2), (530, 530), False),
+    ],
+)
+def test_wide_heads(head_dim, feature, heads, lengths, packed):
+    """One sum a launch; TMA takes no rows of 132 numbers, which are no multiple of 16 bytes."""
+    check(torch.bfloat16, heads, lengths, head_dim, feature, packed=packed)
+
+
 def inputs(batch=4, heads=12, length=1024, head_dim=64, dtype=torch.bfloat16, scale=1.0):
     torch.manual_seed(0)
     shape = (batch, heads, length, head_dim)
@@ -205,7 +222,7 @@ def whole(q, k, v, do, u_q, u_k, u_v, **options):
     return second_order(lambda *x: sdpa_bob(*x, is_causal=True, **options), q, k, v, do, (u_q, u_k, u_v))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_run_gives_the_same_bits(head_dim):
     x = inputs(head_dim=head_dim)
     first = whole(*x)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common import Problem, threshold
+from ..common import Problem, threshold, tma_strides, tma_takes
 from ..common import philox as plain_philox
 from ..launch import compiles_ahead
 
@@ -577,14 +577,10 @@ def _block_d(head_dim: int) -> int:
 
 
 def tile_descriptor(x: Tensor, block: int, columns: int | None = None) -> TensorDescriptor:
-    """TMA's view of [B, H, N, d] in tiles of `block` rows and as many columns (default: all); those beyond d are read as 0.
-
-    A dimension of size 1 has any stride.
-    """
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride())]
+    """TMA's view of [B, H, N, d] in tiles of `block` rows and as many columns (default: all); those beyond d are read as 0."""
     width = _block_d(x.shape[3])
     shape = [1, 1, block, min(width, int(columns or width))]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, _shared_layout(*shape, dtype=x.dtype))
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), shape, _shared_layout(*shape, dtype=x.dtype))
 
 
 @functools.cache
@@ -623,15 +619,5 @@ def able(problem: Problem, tensors: tuple[Tensor | None, ...], *, dropout: bool 
         (problem.dropout_seed is None or dropout)
         and problem.dtype in (torch.bfloat16, torch.float16)
         and 16 < problem.head_dim <= 128
-        and all(x is not None and _aligned(x) for x in tensors)
+        and all(x is not None and tma_takes(x) for x in tensors)
     )
-
-
-def _aligned(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and _aligned_strides(x.shape, x.stride())
-
-
-@functools.cache
-def _aligned_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    outer = [stride for size, stride in zip(shape[:3], strides) if size > 1]
-    return strides[3] == 1 and all(s > 0 and s % 8 == 0 for s in outer)
